@@ -40,8 +40,9 @@ class Bucket(GradientBuffer):
     pending: Pending | None = None
 
     def __init__(self, index: int, params: Mapping[str, nn.Parameter], layout: FlatLayout, num_ranks: int) -> None:
-        # Those of each gradient as torch makes it: its parameter's own if that is dense, so that sums run in its order.
-        strides = {name: torch.empty_like(params[name], device="meta").stride() for name in layout.names}
+        # A gradient has the strides of its parameter if that is dense, as in torch, so that sums run in the same order.
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense
+        strides = {name: params[name].stride() for name in layout.names if is_dense(params[name])}
         super().__init__(params, layout, 0, strides, scale=1 / num_ranks)
         self.index = index
 

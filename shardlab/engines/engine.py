@@ -199,7 +199,7 @@ class Engine(AnyEngine):
             self._ask(Moment.MEANS_ALREADY)
 
     def _make_means(self) -> None:
-        used = self._used_here()
+        used = self._flag.used_here(or_stepped=self.gradient_state is GradientState.NONE)
         self.strategy.make_means()
         self.gradient_state = GradientState.MEANS
         self._flag.forget()
@@ -332,8 +332,11 @@ class Engine(AnyEngine):
         engine_of = weakref.ref(self)  # torch keeps hooks where no garbage collector looks
 
         def before(_: Tensor) -> None:
-            if (engine := engine_of()) is not None and not engine._running:
-                engine._before_gradient(name)
+            """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
+            if (engine := engine_of()) is None or engine._running or engine._is_closed:
+                return
+            if is_in_backward_of(engine.params[name]):
+                engine._begin_plain()
 
         def after(param: nn.Parameter) -> None:
             if (engine := engine_of()) is not None:
@@ -351,11 +354,6 @@ class Engine(AnyEngine):
 
     def _output_reached(self, _: Tensor) -> None:
         self._note_backward()
-
-    def _before_gradient(self, name: str) -> None:
-        """Autograd has come to a parameter, perhaps past our outputs, to add to its gradient or to return it."""
-        if not self._is_closed and is_in_backward_of(self.params[name]):
-            self._begin_plain()
 
     def _note_backward(self) -> bool:
         """A hook runs in autograd: begin a plain backward unless one runs; whether one does."""
@@ -417,7 +415,7 @@ class Engine(AnyEngine):
             return
         self._strategy_backward.__exit__(type(error), error, error.__traceback__)
         if self._sends:
-            used = self._used_here()
+            used = self._flag.used_here(or_stepped=False)
             self.strategy.make_means()
             with contextlib.suppress(RuntimeError):
                 self._send_flag(RuntimeError(f"{type(error).__name__}: {error}"), used=used)
@@ -442,17 +440,15 @@ class Engine(AnyEngine):
                 "gradients: the last backward raised, here or on another rank; call engine.zero_grad() on all ranks"
             )
 
-    def _used_here(self) -> list[bool]:
-        return self._flag.used_here(or_stepped=self.gradient_state is GradientState.NONE)
-
     def _send_flag(self, raised: Exception | None = None, *, used: Sequence[bool] = ()) -> None:
         """Send the flag, with what this rank raises, or what a guard has refused here since the last one, if anything.
 
         Args:
             raised: what this rank raises.
-            used: behind a reduction, ``_used_here()`` of before it.
+            used: behind a reduction, ``Flag.used_here()`` of before it.
         """
-        refused = self._refused()  # told once, also where something else is raised
+        # Told once, also where something else is raised.
+        refused = None if self._guards is None else self._guards.refused()
         if self._flag.send(raised or refused, used):
             self._read_flag()
 
@@ -473,18 +469,16 @@ class Engine(AnyEngine):
         if self._guards is not None and moment not in self._guards.quiet:
             self._guards.ask(moment, self)
 
-    def _refused(self) -> Exception | None:
-        """What guards have refused here since the last flag; it is told once."""
-        return None if self._guards is None else self._guards.refused()
-
     def _ask_all(self, moment: Moment, *, sends: bool = True) -> None:
         """Ask, and raise what is refused: on all ranks, or here alone where others may not be (``sends``)."""
         self._read_flag()
         self._ask(moment)
-        if self._guards is not None and sends:
+        if self._guards is None:
+            return
+        if sends:
             self._send_flag()
             self._read_flag()
-        elif (refused := self._refused()) is not None:
+        elif (refused := self._guards.refused()) is not None:
             raise refused
 
     def _is_due(self, param: nn.Parameter) -> bool:

@@ -32,7 +32,6 @@ from shardlab.engines.zero3 import ZeRO3
 from shardlab.vocabulary import MeshAxis
 
 STAGES = (0, 1, 2, 3)
-AXES = (MeshAxis.REPLICA, MeshAxis.SHARD)
 
 
 def zero_in_groups(outer: int, inner: int, **options: Any) -> Strategy:
@@ -53,7 +52,7 @@ def zero_in_groups(outer: int, inner: int, **options: Any) -> Strategy:
 
 
 class _InGroups(Strategy):
-    axes = AXES
+    axes = (MeshAxis.REPLICA, MeshAxis.SHARD)
 
     def __init__(self, outer: int, inner: int, **options: Any) -> None:
         super().__init__(**options)

@@ -61,12 +61,8 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
         raise ValueError(f"out: {directory} holds {another(directory)}")
     if names and "records" not in names:  # of the other names somebody else's folder may have any
         raise ValueError(f"overwrite: {directory} holds no comparison, as it has no folder records; name another one")
-    if foreign := sorted(names - OURS):
-        raise ValueError(
-            f"overwrite: {directory} also holds {', '.join(foreign[:3])}, which no comparison writes; name another one"
-        )
     if (path := next(_foreign(directory), None)) is not None:
-        raise ValueError(f"overwrite: {path} is no file of a comparison; move it away, or name another directory")
+        raise ValueError(f"overwrite: {path} is not of a comparison; move it away, or name another directory")
     if names and resume is not None and Path(resume).resolve() == directory.resolve():
         raise ValueError(f"overwrite: {directory} holds the checkpoints to resume from; name another directory")
     # Remove only after every check. Remove the records last: by them the next call knows that this is a comparison.
@@ -92,7 +88,8 @@ def reserve(directory: Path) -> None:
 
 
 def _foreign(directory: Path) -> Iterator[Path]:
-    """Files, and links to anything, in the folders of a comparison that it has not written."""
+    """What is in a comparison's directory, or a file or a link in its folders, that it has not written."""
+    yield from (path for path in sorted(directory.iterdir()) if path.name not in OURS)
     for folder in (directory / "records", directory / "checkpoints"):
         for path in (folder, *folder.rglob("*")):
             name = "/".join(path.relative_to(folder).parts[1:])  # below the folder of a strategy

@@ -157,7 +157,7 @@ class RankProcesses:
         self._children: set[psutil.Process] = set()
         try:
             context = _forkserver(options.preload)
-            with _hidden_main():
+            with hidden_main():
                 for rank in range(options.placement.world_size):
                     self.ranks.append(self._start_rank(rank, options, context))
         except BaseException:
@@ -263,13 +263,13 @@ def _forkserver(preload: Sequence[str] = ()) -> ForkServerContext:
     shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
     # Started here, and not at the first process, which would start it in this process's group.
-    with _hidden_main(), _own_session():
+    with hidden_main(), _own_session():
         multiprocessing.forkserver.ensure_running()
     return forkserver
 
 
 @contextmanager
-def _hidden_main() -> Iterator[None]:
+def hidden_main() -> Iterator[None]:
     """Give multiprocessing an empty ``__main__``, so that no rank runs the user's script again.
 
     Functions travel by cloudpickle and need no ``__main__`` on the other side: a script works without a guard.

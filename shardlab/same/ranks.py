@@ -4,18 +4,17 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from math import prod
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 
 from shardlab.launch.placement import TorchrunEnv
+from shardlab.launch.processes import hidden_main
 from shardlab.same.alone import environment
 from shardlab.same.answer import UNKNOWN, Answer, answer, early
 from shardlab.same.causes import in_forward, named
@@ -134,12 +133,9 @@ def _run(job: Job, folder: Path, kind: str, numbers: Sequence[int], limit_s: flo
         # A group of one takes any port that is free then.
         env = environment(number, job.ranks, port) if kind == RANK else environment(0, 1, 0)
         started[number] = context.Process(target=main, args=(job, folder, kind, number, env, str(Path.cwd()), life))
-    before, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    try:  # a new process would import what is there: the command line, or, under torchrun, the script
+    with hidden_main():  # of the command line or, under torchrun, the script
         for process in started.values():
             process.start()
-    finally:
-        sys.modules["__main__"] = before
     try:
         _wait(list(started.values()), limit_s, GRACE_S if kind == RANK else limit_s)
         died = {number: process.exitcode for number, process in started.items() if not process.is_alive()}

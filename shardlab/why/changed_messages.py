@@ -1,6 +1,6 @@
 """A recorded step with its messages sent otherwise: fewer of them, gathers earlier, or one in parts."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -61,17 +61,20 @@ def ahead(step: RecordedStep) -> RecordedStep:
     wait. The first wait is before them all, so that what is gathered ahead does not delay the first gather. They start
     as late after that as others do that are issued beside compute, whose core the queue wants, too.
     """
-    at_once = _at_once(step)
+    waited = _at_once(step)
 
     def delayed(one: Message) -> Message:
-        return _beside_compute(step, one) if one in at_once and one.op == Collective.ALL_GATHER else one
+        return _beside_compute(step, one) if one in waited and one.op == Collective.ALL_GATHER else one
+
+    late = step.with_messages(delayed)
+    at_once = _at_once(late)
 
     def change(_: int, items: Program) -> Iterator[Item]:
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            items = tuple(item for part in _micro_batches(items, phase) for item in _ahead(part, phase))
+            items = tuple(item for part in _micro_batches(items, phase) for item in _ahead(part, phase, at_once))
         yield from items
 
-    return step.with_messages(delayed).each(change)
+    return late.each(change)
 
 
 def _at_once(step: RecordedStep) -> set[Message]:
@@ -104,16 +107,13 @@ def _micro_batches(items: Program, phase: Phase) -> Iterator[Program]:
     yield items[begin:]
 
 
-def _ahead(items: Program, phase: Phase) -> Iterator[Item]:
+def _ahead(items: Program, phase: Phase, at_once: Collection[Message]) -> Iterator[Item]:
     """The items of a micro-batch; gathers by the number of waits that they are to follow."""
-    following = [item for item in items if not isinstance(item, Work)]
-    nexts = dict(zip(map(id, following), following[1:], strict=False))
     num_waits, moved = 0, dict[int, list[Item]]()
     for item in items:
         if isinstance(item, Issue) and _gathers(item, phase) and num_waits:
-            after = nexts.get(id(item))
-            at_once = isinstance(after, Wait) and after.message is item.message
-            moved.setdefault(num_waits if at_once else max(1, num_waits - 1), []).append(item)
+            behind = num_waits if item.message in at_once else max(1, num_waits - 1)
+            moved.setdefault(behind, []).append(item)
         num_waits += isinstance(item, Wait) and _gathers(item, phase)
     num_waits = 0
     for item in items:

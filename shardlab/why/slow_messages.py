@@ -34,7 +34,8 @@ def found(record: Recorded) -> Iterator[Found]:
     latency = record.latency_us
     exposed = float(np.median(record.gains(record.with_transfers(lambda *_: 0.0)))) / 1e3
     said = f"{exposed:.3g} ms of a step wait for {_by_size([one.num_bytes for one in record.messages])}"
-    known, apart, link = latency or _none, "latency not told apart: all of one size", record.link
+    known, apart = latency or (lambda _: 0.0), "latency not told apart: all of one size"
+    link = record.link
 
     def of_bytes(one: Message, us: float) -> float:
         """What is left of a transfer; of an emulated link no more than its bytes take, since the rest is the host's."""
@@ -52,7 +53,8 @@ def found(record: Recorded) -> Iterator[Found]:
     yield Found(
         LATE_GATHER, earlier, evidence, "gathers one unit earlier (--prefetch one higher)", settings={"prefetch": 1}
     )
-    yield from _first_gather(record, known) if _gathers_buckets(record) else _last_bucket(record, known)
+    gathers_buckets = _is_bucketed(record) and any(map(_is_first_gather, record.messages))
+    yield from _first_gather(record, known) if gathers_buckets else _last_bucket(record, known)
     yield from _uneven(record, known)
 
 
@@ -94,10 +96,6 @@ def _all_but_the_last(step: RecordedStep, tags: Collection[str]) -> set[Message]
     """Of the reductions of each tag."""
     sent = [one for one in step.messages if one.tag in tags and one.op in REDUCTIONS and one.phase == Phase.BACKWARD]
     return set(sent) - set({(one.queue, one.op, one.tag): one for one in sent}.values())
-
-
-def _none(_: Message) -> float:
-    return 0.0
 
 
 def _latency(record: Recorded, latency: Latency, free: Steps, said: str) -> Found:
@@ -218,10 +216,6 @@ def _in_parts(step: RecordedStep, num_parts: int, latency: Latency, chosen: Call
 def _is_bucketed(record: Recorded) -> bool:
     """Whether buckets are sent, and not units."""
     return any("bucket" in one.tag for one in record.messages)
-
-
-def _gathers_buckets(record: Recorded) -> bool:
-    return _is_bucketed(record) and any(map(_is_first_gather, record.messages))
 
 
 def _is_first_gather(one: Message) -> bool:

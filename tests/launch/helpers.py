@@ -49,7 +49,7 @@ def start_forked(*words: object, cwd: Path, output: Path) -> ForkServerProcess:
     """
     context = processes._forkserver(PRELOAD)
     process = context.Process(target=_as_python, args=([*map(str, words)], str(cwd), script_env(), output))
-    with processes._hidden_main():
+    with processes.hidden_main():
         process.start()
     return process
 

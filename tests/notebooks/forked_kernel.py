@@ -32,7 +32,7 @@ class ForkedKernel:
         ready, other = context.Pipe(duplex=False)
         options = command[command.index("ipykernel_launcher") + 1 :]
         self._process = context.Process(target=_kernel, args=(options, cwd, env, other))
-        with processes._hidden_main():
+        with processes.hidden_main():
             self._process.start()
         other.close()
         ready.recv()  # before that a signal to its group would be one to the server's

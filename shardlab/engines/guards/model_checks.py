@@ -251,10 +251,11 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
     Raises:
         ValueError: a parameter overlaps another one, or one of these.
     """
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
     dense = [
         (tensor.data_ptr(), tensor.nbytes, name)
         for name, tensor in (*params.items(), *buffers.items())
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes and _is_dense(tensor)
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.nbytes and is_dense(tensor)
     ]
     ends = {True: (0, ""), False: (0, "")}  # the last one so far, of parameters and of buffers
     for start, num_bytes, name in sorted(dense):
@@ -266,16 +267,6 @@ def check_separate(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) 
                 "b.weight = a.weight, give each its own with clone(), or make a view of a parameter in forward"
             )
         ends[is_param] = max(ends[is_param], (start + num_bytes, name))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill its memory, in any order of the dims."""
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != filled:
-            return False
-        filled *= size
-    return True
 
 
 def check_sparse(module: nn.Module) -> None:

@@ -63,17 +63,17 @@ def check_free(model: nn.Module, strategy: object = None) -> None:
         ValueError: it is wrapped, contains a wrapped module or is inside one, or shares a parameter with one; or the
             strategy is another engine's.
     """
-    if any(_owner(thing) is not None for thing in (*model.modules(), *model.parameters(), strategy)):
+    if any(engine_of(thing) is not None for thing in (*model.modules(), *model.parameters(), strategy)):
         gc.collect()  # an engine that an error left open may be garbage: it and its module refer to each other
     for name, thing in (*model.named_modules(), *model.named_parameters()):
-        if (engine := _owner(thing)) is not None:
+        if (engine := engine_of(thing)) is not None:
             what = f"its {'module' if isinstance(thing, nn.Module) else 'parameter'} {name!r}" if name else "it"
             how = "is wrapped by" if thing is engine.module else "is in a module of"
             raise ValueError(
                 f"model: {what} {how} an engine ({engine.name}) already; close() that engine first, or give both one "
                 "engine"
             )
-    if _owner(strategy) is not None:
+    if engine_of(strategy) is not None:
         kind = type(strategy).__name__
         raise ValueError(
             f"strategy: this {kind} is another engine's, whose parameters it knows; make one for each engine, here a "
@@ -207,12 +207,8 @@ class ZeroGrad:
             engine.zero_grad(*args, **kwargs)
 
 
-def engine_of(module: nn.Module) -> AnyEngine | None:
-    """The engine that trains a module; None if none does."""
-    return _owner(module)
-
-
-def _owner(thing: object) -> AnyEngine | None:
+def engine_of(thing: object) -> AnyEngine | None:
+    """The engine that trains a module, a parameter, or by a strategy; None if none does."""
     return _engine_behind(getattr(thing, _CLAIM, None))
 
 
