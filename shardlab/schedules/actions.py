@@ -143,15 +143,16 @@ class Schedule:
         ranks: the actions of each rank of the pipeline.
 
     Raises:
-        ValueError: an action is missing or there twice, a stage is on two ranks, or a backward stands before its
-            forward.
+        ValueError: an action is missing or there twice, a stage is on two ranks, a rank has none, or a backward stands
+            before its forward.
     """
 
     ranks: tuple[Actions, ...]
 
     def __post_init__(self) -> None:
-        if (stages := list(self.rank_of)) != list(range(max(1, len(stages)))):
-            raise ValueError(f"schedule: its stages are {stages or 'none'}; number them 0, 1, 2, ... without a gap")
+        if (stages := list(self.rank_of)) != list(range(max(1, len(stages)))) or not all(self.ranks):
+            given = stages or "none"
+            raise ValueError(f"schedule: its stages are {given}; number them 0, 1, 2, ... and give each rank one")
         for rank, actions in enumerate(self.ranks):
             _check_rank(rank, actions, self.num_micro_batches)
 
