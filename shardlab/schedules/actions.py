@@ -151,8 +151,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if (stages := list(self.rank_of)) != list(range(max(1, len(stages)))) or not all(self.ranks):
-            given = stages or "none"
-            raise ValueError(f"schedule: its stages are {given}; number them 0, 1, 2, ... and give each rank one")
+            raise ValueError(f"schedule: stages are {stages or 'none'}; number them 0, 1, ... and give each rank one")
         for rank, actions in enumerate(self.ranks):
             _check_rank(rank, actions, self.num_micro_batches)
 

@@ -110,9 +110,9 @@ def of(*ranks):
         (["0F0 0W0 0I0", "1F0 1B0"], "0W0 stands before 0I0 on rank 0"),
         (["0F0 0B0 0I0 0W0", "1F0 1B0"], "0B0 stands beside 0I0 and 0W0"),
         (["0F0 0B0", "0F1 0B1"], "stage 0 is on ranks 0 and 1"),
-        (["0F0 0B0", "2F0 2B0"], r"its stages are \[0, 2\]"),
-        ([], "its stages are none"),
-        (["0F0 0B0", ""], r"its stages are \[0\]; number them 0, 1, 2, ... and give each rank one"),
+        (["0F0 0B0", "2F0 2B0"], r"stages are \[0, 2\]"),
+        ([], "stages are none"),
+        (["0F0 0B0", ""], r"stages are \[0\]; number them 0, 1, ... and give each rank one"),
         (["0F0 0X0"], "action: '0X0' is none"),
     ],
 )
