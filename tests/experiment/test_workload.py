@@ -424,7 +424,15 @@ class DrawnSamples(Drawn, IterableDataset):
     pass
 
 
-@pytest.mark.parametrize("data", [Drawn(), DrawnSamples()])
+class Augmented(Drawn, Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, place):
+        return self.tokens[place] + torch.rand(2, generator=self.generator)
+
+
+@pytest.mark.parametrize("data", [Drawn(), DrawnSamples(), Augmented(), DataLoader(Augmented(), batch_size=4)])
 def test_rows_drawn_by_a_generator_of_the_data_are_the_same_wherever_they_are_read(data):
     reads = [next(batches_of(workload(data=data), 0, 1, 0, 4)).batch for _ in range(2)]
     assert torch.equal(*reads), "a plan has read the first, and a run trains on it"

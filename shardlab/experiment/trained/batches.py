@@ -29,6 +29,7 @@ from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.experiment.trained.workload import Workload, seeded
 from shardlab.tensor_parallel.rng import generator_states, set_generator_states
 
+_GENERATORS = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 NUM_BATCHES = 10  # whose rows are checked: what is drawn without a seed differs from the first one on
 
 
@@ -228,11 +229,15 @@ def _shuffled(data: Any, seed: str) -> Iterator[Any]:
 
 def _from_their_beginning(data: Any) -> Any:
     """Data begin anew wherever they are read: a generator would go on from where a plan, or a run, has left it."""
-    is_read_by_place = isinstance(data, Dataset) and not isinstance(data, IterableDataset)
-    if isinstance(data, list | tuple) or is_read_by_place or callable(data):
+    held = getattr(data, "__dict__", {}).values()
+    if isinstance(data, DataLoader):
+        shared = {id(data.dataset): _from_their_beginning(data.dataset)}
+    elif isinstance(data, list | tuple) or (callable(data) and not isinstance(data, Dataset)):
         return data
-    held = [data.dataset] if isinstance(data, DataLoader) else getattr(data, "__dict__", {}).values()
-    shared = {id(one): one for one in held if isinstance(one, Dataset | Tensor | np.ndarray)}  # as large as all rows
+    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset):  # of the rest nothing says what was read
+        shared = {id(one): one for one in held if not isinstance(one, _GENERATORS)}
+    else:
+        shared = {id(one): one for one in held if isinstance(one, Dataset | Tensor | np.ndarray)}  # large ones
     try:
         return deepcopy(data, shared)
     except Exception:  # whatever a reader's own may hold
