@@ -21,7 +21,7 @@ so it is run without. Times are microseconds.
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, ulp
 from typing import Any, NamedTuple
 
 from shardlab.vocabulary import Collective, MeshAxis, Phase
@@ -173,7 +173,8 @@ class Rank:
         for queue in self.queues.values():
             if queue and (us := queue[0].next_us(now_us, pace)) < least_us:
                 least_us = us
-        return max(0.0, least_us)
+        # Beside hours what is too short to add would be left for ever.
+        return max(least_us, ulp(now_us)) if least_us > 0 else 0.0
 
     def go_to(self, now_us: float) -> None:
         """Let time go on, no farther than to the next change."""

@@ -37,6 +37,11 @@ def test_a_message_moves_when_its_last_rank_has_started_it_and_the_path_crosses_
     assert pieces(hosts, 0) == behind
 
 
+def test_what_is_too_short_to_be_added_to_the_time_ends_too():
+    one = message({0: 2e-5})
+    assert ends({0: (Issue(one), Work(1e-5), Wait(one))}, begin_us={0: 1e12}) == {0: pytest.approx(1e12)}
+
+
 def test_messages_of_a_queue_take_turns_and_one_behind_another_waits_for_it_on_its_own_queue():
     first, second = message({0: 10.0}), message({0: 5.0})
     behind = message({0: 7.0}, axis="replica", after=second)
