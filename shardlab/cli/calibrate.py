@@ -10,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
 from rich.console import Console
 
 from shardlab.cli.console import answer_table, names_in, progress_bar, refuse_others, table_of
-
-if TYPE_CHECKING:
-    from shardlab.forecast.machine import Machine
+from shardlab.forecast.machine import Machine
+from shardlab.forecast.published import summary, validate_published
+from shardlab.forecast.region import by_laboratory
+from shardlab.forecast.search import published_regrets
 
 CALIBRATION, CARD, LIMIT_S = Path("machine.json"), Path("card.json"), 600.0
 MISSES = ("median", "p90", "worst")
@@ -124,9 +125,6 @@ def validate(
     json: Annotated[bool, typer.Option("--json", help="Print the misses as JSON.")] = False,
 ) -> None:
     """Say how far forecasts of time miss: of published steps, and, where it was calibrated, of steps run here."""
-    from shardlab.forecast.machine import Machine
-    from shardlab.forecast.published import validate_published
-
     given = calibration or CALIBRATION
     # One that is named has to be there.
     machine = Machine.load(given) if calibration or given.exists() else None
@@ -143,7 +141,7 @@ def validate(
         console.print(said, soft_wrap=True)
 
 
-def _validated(machine: "Machine", calibration: Path) -> pd.DataFrame:
+def _validated(machine: Machine, calibration: Path) -> pd.DataFrame:
     """Steps that are forecast and run here, and how the calibrated machine differs; the calibration keeps the steps."""
     from shardlab.bench.calibrate import differs_here
     from shardlab.bench.validated_here import configurations, validate_here
@@ -163,8 +161,6 @@ def _sets(published: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 def _misses(published: pd.DataFrame, here: pd.DataFrame | None) -> dict[str, Any]:
     from shardlab.bench.validated_here import regret_of
-    from shardlab.forecast.published import summary
-    from shardlab.forecast.region import by_laboratory
 
     sets = _sets(published) | ({} if here is None else {"here": here})
     found: dict[str, Any] = {name: summary(rows).to_dict("index") for name, rows in sets.items()}
@@ -180,8 +176,6 @@ def _misses(published: pd.DataFrame, here: pd.DataFrame | None) -> dict[str, Any
 
 def _tell_set(console: Console, name: str, rows: pd.DataFrame) -> None:
     """Print a table of misses, beside the toys."""
-    from shardlab.forecast.published import summary
-
     table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
     lines = table.set_axis(["this one", "constant rate", "roofline"])
     if "warned" in rows:
@@ -196,10 +190,6 @@ def _tell_set(console: Console, name: str, rows: pd.DataFrame) -> None:
 def _tell_published(console: Console, published: pd.DataFrame) -> None:
     for name, rows in _sets(published).items():
         _tell_set(console, name, rows)
-    from shardlab.forecast.published import summary
-    from shardlab.forecast.region import by_laboratory
-    from shardlab.forecast.search import published_regrets
-
     for name, which in APART.items():
         rows = published[published[name]]
         middle, p90, worst = summary(rows).loc["error"]

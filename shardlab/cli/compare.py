@@ -5,18 +5,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from shardlab import experiment  # whose names are imported when they are used: they need torch, which takes 1.5 s
 from shardlab.cli.console import BAD_INPUT, INTERRUPTED, bad_input, complain, count, names_in, progress_bar
 from shardlab.cli.records import print_result
 from shardlab.experiment.options import CompareOptions, option_helps
-
-if TYPE_CHECKING:
-    from shardlab.experiment import CompareConfig, Comparison
-
 
 Out = Annotated[Path | None, typer.Option(help="A new or empty directory; by default runs/DATE.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Remove the run that is in --out, finished or not.")]
@@ -49,8 +46,6 @@ def _options() -> Iterator[inspect.Parameter]:
 @with_options
 def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> None:
     """Train one model with several strategies on real ranks; compare losses, memory, communication and time."""
-    from shardlab import experiment  # here, because it imports torch, which takes 1.5 s and --help does not need
-
     directory = out or experiment.new_directory()
     with bad_input():
         if overwrite and out is None:
@@ -67,8 +62,7 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
         raise typer.Exit(1)
 
 
-def _with_progress(config: "CompareConfig", directory: Path) -> "Comparison":
-    from shardlab import experiment
+def _with_progress(config: "experiment.CompareConfig", directory: Path) -> "experiment.Comparison":
     from shardlab.experiment.directory import TakenError
     from shardlab.launch import RankError, RankHang
 

@@ -11,6 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from shardlab import experiment
+
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
 
 
@@ -20,9 +22,7 @@ def bad_input() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        from shardlab.experiment import is_reporter
-
-        if is_reporter():
+        if experiment.is_reporter():
             complain(str(error))
         raise typer.Exit(BAD_INPUT) from None
 

@@ -5,16 +5,14 @@ import os
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
 from rich.console import Console
 
+from shardlab import course
 from shardlab.cli.console import count, progress_bar, table_of
-
-if TYPE_CHECKING:
-    from shardlab.course import Exercise
 
 SIGNS = {"passed": "+", "failed": "x", "blocked": "?"}  # in the grid; nothing for what was not handed in
 
@@ -31,16 +29,15 @@ def exercises(
     solutions: Annotated[bool, typer.Option("--solutions", help="Print right answers, and why they are.")] = False,
 ) -> None:
     """List the exercises, print a sheet or its solutions, or mark the solutions of a class."""
-    from shardlab.course import LADDER, find
     from shardlab.course.exercises.grade import exercises_in
 
     if sheet + solutions + (grade is not None) > 1:
         raise ValueError("sheet, solutions, grade: each prints something else; give one of them")
     if (csv and grade is None) or json + csv + sheet + solutions > 1:
         raise ValueError("json, csv: rows of the list or of marks; give one of them, csv with --grade FOLDER alone")
-    known = [*LADDER, *(exercises_in(extra) if extra is not None else [])]
+    known = [*course.LADDER, *(exercises_in(extra) if extra is not None else [])]
     own = {exercise.name: exercise for exercise in known}
-    known = [own[name] if name in own else find(name) for name in names] if names else known
+    known = [own[name] if name in own else course.find(name) for name in names] if names else known
     if sheet or solutions:
         typer.echo("\n\n".join(map(_on_solution if solutions else _on_sheet, known)))
         return
@@ -57,7 +54,7 @@ def exercises(
         _print_marks(rows)
 
 
-def _print_list(exercises: "list[Exercise]", json: bool) -> None:
+def _print_list(exercises: "list[course.Exercise]", json: bool) -> None:
     rows = [
         {"name": exercise.name, "notebook": exercise.notebook, "function": exercise.function_name}
         for exercise in exercises
@@ -72,19 +69,19 @@ def _print_list(exercises: "list[Exercise]", json: bool) -> None:
     )
 
 
-def _on_sheet(exercise: "Exercise") -> str:
+def _on_sheet(exercise: "course.Exercise") -> str:
     points = count(exercise.points, "point")
     return f"## {exercise.name} ({points})\n\n{exercise.task}\n\n```python\n{exercise.starter.rstrip()}\n```"
 
 
-def _on_solution(exercise: "Exercise") -> str:
+def _on_solution(exercise: "course.Exercise") -> str:
     from shardlab.course.exercises.ladder import solution_of
 
     known = solution_of(exercise) or "No solution is printed: its exercise comes from a file of your own."
     return f"## {exercise.name}\n\n{known}"
 
 
-def _marked(folder: Path, exercises: "list[Exercise]") -> list[dict[str, Any]]:
+def _marked(folder: Path, exercises: "list[course.Exercise]") -> list[dict[str, Any]]:
     from shardlab.course.exercises.grade import grade, submissions
 
     rows, total = [], len(submissions(folder)) * len(exercises)

@@ -4,7 +4,7 @@ import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -13,13 +13,14 @@ from rich.console import Console
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
 from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, tell_all, verdict, would_do
+from shardlab.forecast.job import Job
+from shardlab.forecast.peak import peak_bytes, rest_bytes
+from shardlab.forecast.predict import Forecast, doubts_of, forecast_of
+from shardlab.forecast.region import OUTSIDE, USUAL_MISS, Miss, expected_miss, range_of
+from shardlab.forecast.search import cards_for, next_to_try
 from shardlab.planner.formulas import precision_named
+from shardlab.planner.gpu import Gpu
 from shardlab.planner.setup import STRATEGIES
-
-if TYPE_CHECKING:
-    from shardlab.forecast.job import Job
-    from shardlab.forecast.predict import Forecast
-    from shardlab.forecast.region import Miss
 
 CARD = "h100"  # where none is given
 DATA_STRATEGIES = STRATEGIES[1:]  # all but the one process
@@ -127,8 +128,6 @@ def forecast(
 
 def run_as(gpu: str, attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async_tp: bool) -> dict[str, Any]:
     """Arguments of a job, by the options of those names; products are in fp16 on a card that has no bf16."""
-    from shardlab.planner.gpu import Gpu
-
     peaks = Gpu.parse(gpu).peaks
     return {
         "attention": attention or None, "compiled": compiled, "cuda_graph": cuda_graph, "async_tensor": async_tp,
@@ -138,8 +137,6 @@ def run_as(gpu: str, attention: str, *, compiled: bool, cuda_graph: bool, fp8: b
 
 def memory_alone(gpu: str) -> float | None:
     """Bytes of a GPU that has no preset: of a memory such as 24GB, or of a card whose speed is not known."""
-    from shardlab.planner.gpu import Gpu
-
     parsed = Gpu.parse(gpu)
     if not parsed.name and parsed.link is not None:
         raise ValueError(f"gpu: {gpu} has a link; give a card or its memory, and links as --network")
@@ -158,9 +155,7 @@ def step_in(file: Path) -> Step:
         ) from error
 
 
-def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, json: bool) -> None:
-    from shardlab.forecast.peak import peak_bytes, rest_bytes
-
+def _tell_memory(model: CountedModel, job: Job, gpu: str, memory: float, *, json: bool) -> None:
     if json:
         arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
         found: dict[str, Any] = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job)}
@@ -174,11 +169,7 @@ def _tell_memory(model: CountedModel, job: "Job", gpu: str, memory: float, *, js
     ]))  # fmt: skip
 
 
-def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, json: bool) -> None:
-    from shardlab.forecast.peak import rest_bytes
-    from shardlab.forecast.predict import forecast_of
-    from shardlab.forecast.region import expected_miss
-
+def _tell_forecast(model: CountedModel, job: Job, steps: Sequence[Step], *, json: bool) -> None:
     found, miss = forecast_of(job, steps), expected_miss(job, steps)
     if json:
         told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
@@ -204,22 +195,16 @@ def _tell_forecast(model: CountedModel, job: "Job", steps: Sequence[Step], *, js
     console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
 
 
-def said_of(miss: "Miss") -> str:
+def said_of(miss: Miss) -> str:
     """How far a forecast may miss, and what that stands on."""
-    from shardlab.forecast.region import USUAL_MISS
-
     if miss.share is not None:
         return f"up to {miss.share:.0%}: {miss.reason}"
     usual = f"9 of 10 were missed by {USUAL_MISS:.0%} at most, each laboratory counting alike"
     return f"{miss.reason}. Of all published steps, like it or not, {usual}"
 
 
-def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
+def _next(job: Job, seconds: float, steps: Sequence[Step]) -> str:
     """What one option would gain; of a step that no option makes fit, how many cards would do."""
-    from shardlab.forecast.peak import peak_bytes
-    from shardlab.forecast.predict import doubts_of
-    from shardlab.forecast.search import cards_for, next_to_try
-
     others = "shardlab search tries all ways"
     if (found := next_to_try(job, steps)) is None:
         if verdict(peak_bytes(job), job.card.memory_bytes) == DOES_NOT_FIT:
@@ -234,10 +219,8 @@ def _next(job: "Job", seconds: float, steps: Sequence[Step]) -> str:
     return f"{option}{batch}: {said}; {others}"
 
 
-def time_of(job: "Job", found: "Forecast", share: float | None) -> str:
+def time_of(job: Job, found: Forecast, share: float | None) -> str:
     """Seconds, tokens and MFU as ranges: of what is missed, of links that are not known, and of what is warned of."""
-    from shardlab.forecast.region import OUTSIDE, range_of
-
     ends = range_of(found, share)
     seconds, tokens, daily, shares = (
         " to ".join(dict.fromkeys(in_digits(of(end), 2) for end in ends))
@@ -256,10 +239,8 @@ def time_of(job: "Job", found: "Forecast", share: float | None) -> str:
     return f"{fits}; if it did, " * (fits == DOES_NOT_FIT) + f"{'about ' if share is None else ''}{said}{notes}"
 
 
-def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> "Job":
+def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> Job:
     """A job of so many sequences a step; by default one micro-batch on each data rank."""
-    from shardlab.forecast.job import Job
-
     tensor, micro_batch = given["tensor"], given["micro_batch"]
     if ranks % tensor:
         raise ValueError(f"tp: {tensor} is given; it must divide {count(ranks, 'rank')}")

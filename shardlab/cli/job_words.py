@@ -5,7 +5,7 @@
 
 import json as json_text
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import typer
@@ -13,10 +13,10 @@ from rich.console import Console
 
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
-
-if TYPE_CHECKING:
-    from shardlab.forecast.job import Job
-    from shardlab.forecast.published import Pair
+from shardlab.forecast.job import Job
+from shardlab.forecast.peak import logits_bytes, peak_bytes, rest_bytes
+from shardlab.forecast.predict import RESERVED, USABLE, forecast_of
+from shardlab.forecast.published import Pair
 
 DOES_NOT_FIT = "it does not fit"
 MARK = "* Warned of: a range, to what that may cost; shardlab forecast says why, of one way alone."
@@ -24,41 +24,34 @@ RANGES = "Where a step is a range, tokens/s and MFU are without what is warned o
 LOST = ("waiting for messages", "slowed by messages")  # parts of a step
 
 
-def planned(job: "Job", gpu: str) -> str:
+def planned(job: Job, gpu: str) -> str:
     """How it is trained, on which GPUs; the strategy first."""
     kept = f"{job.precision} with {job.kept.total} bytes a parameter"
     return f"{job.way}; rows of {count(job.seq_len, 'token')}, {kept}, on {job.data * job.tensor} x {gpu}"
 
 
-def memory_of(job: "Job", room: float) -> str:
+def memory_of(job: Job, room: float) -> str:
     """Bytes of a GPU with so much memory, and whether they fit."""
-    from shardlab.forecast.peak import peak_bytes, rest_bytes
-
     peak = peak_bytes(job)
     said = f"{rest_bytes(job) / 1e9:.3g} GB at rest, {peak / 1e9:.3g} GB in tensors at the peak, of {room / 1e9:.3g} GB"
     return f"{said}: {verdict(peak, room)}{_of_logits(job, room)}"
 
 
-def verdict(peak_bytes: float, room: float) -> str:
+def verdict(peak: float, room: float) -> str:
     """Whether tensors of so many bytes fit, with what the allocator reserves on top."""
-    from shardlab.forecast.predict import RESERVED, USABLE
-
     least, most = RESERVED
-    if least * peak_bytes > room:
+    if least * peak > room:
         return DOES_NOT_FIT
-    if peak_bytes > USABLE * room:
+    if peak > USABLE * room:
         return f"it hardly fits, with less than {1 - USABLE:.0%} left for libraries and the allocator"
-    if most * peak_bytes < room:
+    if most * peak < room:
         return "it fits"
-    often = f"{room / peak_bytes:.3g} times that; {least:g} to {most:g} times were seen"
+    often = f"{room / peak:.3g} times that; {least:g} to {most:g} times were seen"
     return f"it fits, unless the allocator reserves more than {often}"
 
 
-def _of_logits(job: "Job", room: float) -> str:
+def _of_logits(job: Job, room: float) -> str:
     """What helps, where it does not fit or hardly, and logits are the reason; else empty."""
-    from shardlab.forecast.peak import logits_bytes, peak_bytes
-    from shardlab.forecast.predict import USABLE
-
     logits, peak = logits_bytes(job), peak_bytes(job)
     if peak <= USABLE * room or (2 * logits < peak and peak - logits > USABLE * room):
         return ""
@@ -83,17 +76,15 @@ def print_marks(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
             console.print(meaning)
 
 
-def would_do(enough: "Job | None") -> str:
+def would_do(enough: Job | None) -> str:
     """How many cards would do, and how such a step is trained."""
-    from shardlab.forecast.peak import peak_bytes
-
     if enough is None:
         return "no number of cards: one sequence alone needs more than a card has; give shorter ones by --seq-len"
     cards, peak = enough.data * enough.tensor, peak_bytes(enough) / 1e9
     return f"{count(cards, 'card')}, with a sequence for each: {enough.way} needs {peak:.3g} GB of tensors"
 
 
-def rates(job: "Job", seconds: float) -> dict[str, float]:
+def rates(job: Job, seconds: float) -> dict[str, float]:
     """Tokens a second and a day over all ranks, and the MFU."""
     rate = job.tokens_per_step / seconds
     return {"tokens_per_second": rate, "tokens_per_day": 86400 * rate, "mfu": job.mfu(seconds)}
@@ -106,7 +97,7 @@ def in_digits(value: float, digits: int) -> str:
 
 
 def tell_all(
-    model: CountedModel, jobs: Sequence["Job"], steps: Sequence["Pair"], gpu: str, memory: float | None, *, json: bool
+    model: CountedModel, jobs: Sequence[Job], steps: Sequence[Pair], gpu: str, memory: float | None, *, json: bool
 ) -> None:
     """Memory and time of all strategies; memory alone, where the card's speed is not known."""
     rows = [_row(job, steps, memory) for job in jobs]
@@ -136,10 +127,7 @@ def tell_all(
     console.print(f"At rest and at the peak: in tensors, of a GPU.{lost}{miss}")
 
 
-def _row(job: "Job", steps: Sequence["Pair"], memory: float | None) -> dict[str, Any]:
-    from shardlab.forecast.peak import peak_bytes, rest_bytes
-    from shardlab.forecast.predict import forecast_of
-
+def _row(job: Job, steps: Sequence[Pair], memory: float | None) -> dict[str, Any]:
     peak = peak_bytes(job)
     row = {"strategy": job.strategy, "rest_bytes": rest_bytes(job), "peak_bytes": peak}
     row["fits"] = verdict(peak, job.card.memory_bytes if memory is None else memory)

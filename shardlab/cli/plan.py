@@ -122,10 +122,9 @@ def plan(
     if bool(params) == bool(workload):
         raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
     ranks = max(tp, pipe) if ranks is None and max(tp, pipe) > 1 else ranks
-    if ranks is None:
-        raise ValueError("ranks: none were given; give 1 or more, for example --ranks 8")
-    if ranks < 1:
-        raise ValueError(f"ranks: {ranks} was given; give 1 or more, for example --ranks 8")
+    if ranks is None or ranks < 1:
+        given = "none were" if ranks is None else f"{ranks} was"
+        raise ValueError(f"ranks: {given} given; give 1 or more, for example --ranks 8")
     kind, others = ("params", PANELS["workload"]) if params else ("workload", PANELS["params"])
     options = context.command.params
     allowed = {option.name for option in options if getattr(option, "rich_help_panel", None) != others}

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from enum import StrEnum
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import pandas as pd
 import typer
@@ -13,10 +13,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from shardlab import experiment  # whose names are imported when they are used: they need torch, which takes 1.5 s
 from shardlab.cli.console import answer_table, count, in_units, table_of
-
-if TYPE_CHECKING:
-    from shardlab.experiment import CompareConfig, Comparison
+from shardlab.records.store import load_runs, run_directories
 
 ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
@@ -60,13 +59,12 @@ def record(
 
     The output, the errors and the exit code are the script's own. Then: shardlab report DIR.
     """
-    from shardlab.experiment import is_reporter
     from shardlab.recording.record import directory_by_date, recorded_script
 
     # Called by main, when the command line has been dealt with: what the script raises is no error of an option.
     directory = out or directory_by_date()
     run = recorded_script(script, arguments or (), directory, overwrite=overwrite, watch_every=watch_every)
-    if out is None and is_reporter():
+    if out is None and experiment.is_reporter():
         said = f"records go to {directory}; then: shardlab report {directory}"
         Console(stderr=True, highlight=False).print(said, soft_wrap=True)
     return run
@@ -74,15 +72,14 @@ def record(
 
 def report(directory: Directory, json: AsJson = False) -> None:
     """Write report.html again from existing records, and print its table; also for a run that was cut off."""
-    from shardlab.experiment import load_saved, write_report  # torch takes 1.5 s to import
     from shardlab.experiment.told.answer import answer
     from shardlab.recording.report import is_recorded
 
     if is_recorded(directory):
         _report_recorded(directory, json)
         return
-    comparison, config = load_saved(directory)
-    path = write_report(comparison, config)
+    comparison, config = experiment.load_saved(directory)
+    path = experiment.write_report(comparison, config)
     if json:
         print_json(comparison.summary, answer(comparison, config))
     else:
@@ -97,7 +94,6 @@ def trace(
 ) -> None:
     """Export a run for Perfetto (ui.perfetto.dev) or for Holistic Trace Analysis."""
     from shardlab.export import export_hta, write_perfetto
-    from shardlab.records.store import load_runs
 
     records = load_runs([_run(directory, strategy)])
     if format is TraceFormat.HTA:
@@ -120,7 +116,6 @@ def modules(
 ) -> None:
     """Print the bytes that a rank holds of each module: parameters, gradients, optimizer state."""
     from shardlab.analysis.held_bytes import held_at_rest, module_bytes
-    from shardlab.records.store import load_runs
 
     records = load_runs([_run(directory, strategy)])
     if not len(records.shards):
@@ -144,18 +139,19 @@ def diff(
     json: AsJson = False,
 ) -> None:
     """Compare two comparisons or runs: every number of each strategy, and whether the losses are equal."""
-    from shardlab.experiment import load_saved
     from shardlab.experiment.told.differences import differences, losses_compared, readable, set_otherwise
     from shardlab.recording.report import is_recorded, load_recorded
 
     if is_recorded(first) or is_recorded(second):
-        one, other = (load_recorded(path) if is_recorded(path) else load_saved(path)[0] for path in (first, second))
+        one, other = (
+            load_recorded(path) if is_recorded(path) else experiment.load_saved(path)[0] for path in (first, second)
+        )
         most = {name: (int(one.summary[name].max()), int(other.summary[name].max())) for name in ("ranks", "steps")}
         lines = [f"{name}: {a} in the first, {b} in the second" for name, (a, b) in most.items() if a != b]
         lines.append("Losses were not compared: a script was recorded, and its data are not known.")
         are_equal = True
     else:
-        saved = load_saved(first), load_saved(second)
+        saved = experiment.load_saved(first), experiment.load_saved(second)
         (one, _), (other, _) = saved
         losses = losses_compared(*saved)
         lines, are_equal = [*set_otherwise(*saved), *(said for _, said in losses)], all(equal for equal, _ in losses)
@@ -170,7 +166,7 @@ def diff(
         raise typer.Exit(LOSSES_DIFFER)
 
 
-def print_result(comparison: "Comparison", config: "CompareConfig", report: Path) -> None:
+def print_result(comparison: "experiment.Comparison", config: "experiment.CompareConfig", report: Path) -> None:
     """Print the answer of a comparison, its table, verdicts, and the path of its report."""
     from shardlab.experiment.told.answer import answer
     from shardlab.experiment.told.verdicts import verdicts
@@ -189,8 +185,6 @@ def print_result(comparison: "Comparison", config: "CompareConfig", report: Path
 
 def _run(directory: Path, strategy: str | None) -> Path:
     """The directory of the one run that is meant."""
-    from shardlab.records.store import run_directories
-
     found = {path.name: path for path in run_directories(directory)}
     if strategy is None and len(found) == 1:
         return next(iter(found.values()))
@@ -224,7 +218,9 @@ def _report_recorded(directory: Path, json: bool) -> None:
     console.print(f"Report: {path}", soft_wrap=True)
 
 
-def _result_table(comparison: "Comparison", config: "CompareConfig", console: Console) -> tuple[Table, list[str]]:
+def _result_table(
+    comparison: "experiment.Comparison", config: "experiment.CompareConfig", console: Console
+) -> tuple[Table, list[str]]:
     """The table, and the names of the columns that do not fit into the terminal."""
     from shardlab.experiment.told.summary import TERMINAL, readable_summary
 

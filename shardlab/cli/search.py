@@ -2,7 +2,7 @@
 
 import json as json_text
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import typer
@@ -11,16 +11,17 @@ from rich.console import Console
 from shardlab.cli.console import answer_table, count, table_of
 from shardlab.cli.counted_model import CountedModel
 from shardlab.cli.job_words import in_seconds, print_marks, rates, would_do
+from shardlab.forecast import search as ways
+from shardlab.forecast.job import Job
+from shardlab.forecast.predict import doubts_of, forecast_of
+from shardlab.forecast.region import expected_miss
+from shardlab.forecast.search import RESERVE, Found, miss_of, options_of
 from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
     CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network,
     Params, Ranks, SeqLen, Step, memory_alone, run_as, said_of, step_in, time_of,
 )  # fmt: skip
-
-if TYPE_CHECKING:
-    from shardlab.forecast.job import Job
-    from shardlab.forecast.search import Found
 
 SHOWN = 12  # ways
 
@@ -46,8 +47,6 @@ def search(
 
     All parameters are trained, and there are no stages: LoRA and pipelines are not tried.
     """
-    from shardlab.forecast import search as ways
-
     precision_named(precision)  # before anything is read
     model, steps = CountedModel.given(config, params, seq_len or 0), [step_in(file) for file in measured or ()]
     if memory_alone(gpu) is not None:
@@ -62,10 +61,8 @@ def search(
 
 
 def _tell(
-    model: CountedModel, found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step], *, json: bool
+    model: CountedModel, found: Sequence[Found], enough: Job | None, steps: Sequence[Step], *, json: bool
 ) -> None:  # fmt: skip
-    from shardlab.forecast.predict import doubts_of, forecast_of
-
     rows = pd.DataFrame([
         {
             "way": one.job.way, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
@@ -92,12 +89,8 @@ def _tell(
     print_marks(console, ranges)
 
 
-def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
+def _found(found: Sequence[Found], enough: Job | None, steps: Sequence[Step]) -> Iterator[tuple[str, str]]:
     """Lines: the fastest that fits, its ties, and how far it may miss, or what would do; how many were tried."""
-    from shardlab.forecast.predict import forecast_of
-    from shardlab.forecast.region import expected_miss
-    from shardlab.forecast.search import RESERVE, miss_of, options_of
-
     fits, (best, *_) = [one for one in found if one.fits], found
     ties = [one for one in fits[1:] if one.is_tied]
     if not fits:
@@ -122,5 +115,5 @@ def _found(found: Sequence["Found"], enough: "Job | None", steps: Sequence[Step]
         yield "NEXT", f"shardlab forecast with {options_of(best.job)}: what such a step is spent on"
 
 
-def _in_short(one: "Found") -> str:
+def _in_short(one: Found) -> str:
     return f"{one.job.way}: {one.seconds:.3g} s a step, {one.peak_bytes / 1e9:.3g} GB at the peak"

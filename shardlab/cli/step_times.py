@@ -12,18 +12,18 @@ import typer
 from rich.console import Console
 
 from shardlab.cli.console import answer_table, progress_bar
+from shardlab.forecast.machine import Machine
 from shardlab.installed import num_cores
 
 if TYPE_CHECKING:
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.planned.forecast import StepForecast
     from shardlab.experiment.planned.plan import Plan
-    from shardlab.forecast.machine import Machine
 
 
 def with_forecasts(
     rows: pd.DataFrame, stages: pd.DataFrame | None, plans: Mapping[str, "Plan"], config: "CompareConfig",
-    machine: "Machine | None",
+    machine: Machine | None,
 ) -> tuple[pd.DataFrame, pd.DataFrame | None, str]:  # fmt: skip
     """The rows of a plan with bytes at the peak, those of a calibrated machine with times; and how to take them."""
     from shardlab.analysis.held_bytes import peaks_of_steps
@@ -53,7 +53,7 @@ def with_forecasts(
     return rows.assign(step_ms=pd.array(ms, "Float64")), stages, note + _about_times(times, machine, config.ranks)
 
 
-def _about_times(found: Mapping[str, "StepForecast"], machine: "Machine", ranks: int) -> str:
+def _about_times(found: Mapping[str, "StepForecast"], machine: Machine, ranks: int) -> str:
     from shardlab.bench.calibrate import differs_here
 
     first = min(found, key=lambda name: found[name].seconds)
@@ -71,14 +71,12 @@ def _about_times(found: Mapping[str, "StepForecast"], machine: "Machine", ranks:
     return note
 
 
-def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str]) -> "Machine | None":
+def machine_for(calibration: Path | None, ranks: int, strategies: Collection[str]) -> Machine | None:
     """A calibration that has what forecasts of these strategies need; None where none is given.
 
     Raises:
         ValueError: it cannot be read, or was not made for so many ranks.
     """
-    from shardlab.forecast.machine import Machine
-
     if calibration is None:
         return None
     machine = Machine.load(calibration)

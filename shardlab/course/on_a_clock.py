@@ -46,7 +46,7 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
         for name, config in variants.items():
             if len(config.strategies) != 1 or config.link is None:
                 raise ValueError(f"variants: {name!r} needs one strategy and a link, as in link='1Gbps,500us'")
-            over_it = partial(_same, Link.parse(config.link))
+            over_it = partial(lambda link, _: link, Link.parse(config.link))
             ran = two_steps(replace(config, steps=2), config.strategies[0], over_it)
             found.append((name, config.ranks, ran))
             advance(name)
@@ -56,10 +56,6 @@ def virtual_steps(variants: Mapping[str, CompareConfig]) -> Records:
         for name, one in variants.items()
     }
     return Records(**tables, manifests=known)
-
-
-def _same(link: Link, _: CollectiveEvent) -> Link:
-    return link
 
 
 def two_steps(config: CompareConfig, strategy: Any, link_of: Callable[[CollectiveEvent], Link]) -> Records:

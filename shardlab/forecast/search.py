@@ -14,6 +14,7 @@ least memory is first, and of equal memory the simplest. What is slower by no mo
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import log
 from typing import Any
 
@@ -208,27 +209,21 @@ def _smallest(sizes: Mapping[str, Any], ranks: int, options: Mapping[str, Any]) 
 
 
 def _jobs(sizes: Mapping[str, Any], ranks: int, sequences: int, options: Mapping[str, Any]) -> Iterator[Job]:
-    for tensor in TENSORS:
-        if ranks % tensor or sizes["heads"] % tensor or sizes["ffn"] % tensor:
+    for tensor, micro_batch in product(TENSORS, MICRO_BATCHES):
+        data, others = divmod(ranks, tensor)
+        if others or sizes["heads"] % tensor or sizes["ffn"] % tensor or sequences % (data * micro_batch):
             continue
-        data = ranks // tensor
-        if sequences % data:
+        base = Job(
+            **sizes, micro_batch=micro_batch, data=data, accumulation=sequences // data // micro_batch,
+            tensor=tensor, strategy="fsdp" if data > 1 else "single", **options,
+        )  # fmt: skip
+        if tensor > base.links.per_host:
             continue
-        for micro_batch in MICRO_BATCHES:
-            if sequences // data % micro_batch:
+        for recompute, strategy in product(RECOMPUTES, STRATEGIES if data > 1 else ("single",)):
+            if ROWS[strategy].outer is not None and (data <= base.per_host or data % base.per_host):
                 continue
-            base = Job(
-                **sizes, micro_batch=micro_batch, data=data, accumulation=sequences // data // micro_batch,
-                tensor=tensor, strategy="fsdp" if data > 1 else "single", **options,
-            )  # fmt: skip
-            if tensor > base.links.per_host:
-                continue
-            for recompute in RECOMPUTES:
-                for strategy in STRATEGIES if data > 1 else ("single",):
-                    if ROWS[strategy].outer is not None and (data <= base.per_host or data % base.per_host):
-                        continue
-                    for no_sync in _accumulates(strategy, base.accumulation):
-                        yield replace(base, strategy=strategy, recompute=recompute, no_sync=no_sync)
+            for no_sync in _accumulates(strategy, base.accumulation):
+                yield replace(base, strategy=strategy, recompute=recompute, no_sync=no_sync)
 
 
 def _accumulates(strategy: str, micro_batches: int) -> tuple[bool, ...]:

@@ -46,8 +46,7 @@ class ByteMLPConfig:
 
     def __post_init__(self) -> None:
         """All sizes must be 1 or more."""
-        sizes = {"vocab_size": self.vocab_size, "seq_len": self.seq_len}
-        require_positive(**sizes, num_layers=self.num_layers, hidden=self.hidden)
+        require_positive(**vars(self))
 
 
 class ByteMLP(nn.Module):

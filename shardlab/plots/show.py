@@ -71,14 +71,15 @@ def is_in_a_cell() -> bool:
     return get_ipython() is not None
 
 
-def show(figure: go.Figure) -> None:
-    """Display ``figure`` in the current cell; outside a notebook, print its summary."""
+def show(shown: go.Figure | pd.DataFrame) -> None:
+    """Display a figure, or a table, in the current cell; outside a notebook, print its summary, or the table."""
+    is_figure = isinstance(shown, go.Figure)
     if not is_in_a_cell():
-        sys.stdout.write(summary_of(figure) + "\n")
+        sys.stdout.write((summary_of(shown) if is_figure else shown.to_string(index=False)) + "\n")
         return
     from IPython.display import display
 
-    display(mime_bundle(figure), raw=True)  # type: ignore[no-untyped-call]  # IPython leaves it untyped
+    display(mime_bundle(shown) if is_figure else shown, raw=is_figure)  # type: ignore[no-untyped-call]  # so IPython
 
 
 def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:

@@ -74,6 +74,12 @@ class Traffic:
         by_rank = [sum(message.sent_bytes for message in messages) for messages in sent]
         return cls(tuple(map(tuple, wanted)), max(map(len, sent)), max(by_rank), sum(by_rank))
 
+    @classmethod
+    def alike(cls, op: Collective, sizes: Iterable[int], num_ranks: int) -> "Traffic":
+        """Each rank sends messages of these bytes around a ring; nothing where it is alone."""
+        messages = [Message.around_a_ring(op, size, num_ranks) for size in sizes]
+        return cls.of([messages if num_ranks > 1 else []] * num_ranks)
+
     @property
     def ops(self) -> tuple[str, ...]:
         """The verbs that a good solution uses; no other may be used."""

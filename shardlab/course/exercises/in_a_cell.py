@@ -12,7 +12,7 @@ from shardlab.course.exercises.picture import differ, held, held_table, memory, 
 from shardlab.course.exercises.values import plain
 from shardlab.launch import RankPool
 from shardlab.launch.cell_bar import cell_bar
-from shardlab.plots.show import is_in_a_cell, show
+from shardlab.plots.show import show
 
 Named = str | Exercise
 MOST_OF_INPUTS = 300  # characters of a line
@@ -111,7 +111,7 @@ def _say(exercise: Exercise, report: Report) -> None:
         return
     counts = report.case is not None and report.case.traffic is not None
     if counts:
-        _show_table(table_of(report))
+        show(table_of(report))
     # A picture without a difference, beside a failure, would say that all is well.
     if (values := held_table(exercise, report))["differs"].any():
         show(held(values, f"Who held what: {exercise.name}", exercise.drawn_words))
@@ -137,12 +137,3 @@ def inputs_of(exercise: Exercise, case: Case) -> str:
     if len(set(lines)) == 1:
         return f"The inputs of this case: {lines[0]}\n"
     return "".join(f"The inputs of rank {rank} in this case: {line}\n" for rank, line in enumerate(lines))
-
-
-def _show_table(table: pd.DataFrame) -> None:
-    if not is_in_a_cell():
-        sys.stdout.write(table.to_string(index=False) + "\n")
-        return
-    from IPython.display import display
-
-    display(table)  # type: ignore[no-untyped-call]  # IPython leaves it untyped

@@ -1,6 +1,8 @@
 """A schedule placed by hand, action by action: each move begins as early as it can, or is refused with the reason."""
 
+from collections.abc import Callable
 from html import escape
+from typing import Any
 
 from ipywidgets import HTML, Button, HBox, Layout, VBox
 
@@ -113,19 +115,17 @@ def place_actions(num_ranks: int = 3, num_micro_batches: int = 4) -> VBox:
         number = sum(action.kind is kind for action in board.lists[rank])
         show(board.place(f"{rank}{kind}{number}") if number < num_micro_batches else f"rank {rank} has done all {kind}")
 
-    def back(_: Button) -> None:
+    def back() -> None:
         board.undo()
         show()
 
-    rows = []
-    for rank in range(num_ranks):
-        buttons = [Button(description=f"rank {rank}: {kind}", layout=Layout(width="90px")) for kind in SLOTS]
-        for button, kind in zip(buttons, SLOTS, strict=True):
-            button.on_click(lambda _, rank=rank, kind=kind: press(rank, kind))
-        rows.append(HBox(buttons))
-    undo = Button(description="undo", layout=Layout(width="90px"))
-    undo.on_click(back)
+    def button(words: str, act: Callable[..., None], *args: Any) -> Button:
+        made = Button(description=words, layout=Layout(width="90px"))
+        made.on_click(lambda _: act(*args))
+        return made
+
+    rows = [HBox([button(f"rank {rank}: {kind}", press, rank, kind) for kind in SLOTS]) for rank in range(num_ranks)]
     show()
-    box = VBox([*rows, undo, said, picture])
+    box = VBox([*rows, button("undo", back), said, picture])
     box.board = board  # for cells after it
     return box

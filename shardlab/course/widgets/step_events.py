@@ -158,9 +158,8 @@ def ranks_at(events: pd.DataFrame, index: int) -> pd.DataFrame:
 
 def _held_after(events: pd.DataFrame, index: int) -> dict[int, Row]:
     """Bytes by role of each rank: after its latest event, else before its first."""
-    past = events.iloc[: index + 1].drop_duplicates("rank", keep="last").set_index("rank")
-    later = events.iloc[index + 1 :].drop_duplicates("rank").set_index("rank")
-    rows = pd.concat([past, later[~later.index.isin(past.index)]])
+    firsts, past = events.drop_duplicates("rank"), events.iloc[: index + 1]
+    rows = pd.concat([firsts, past]).drop_duplicates("rank", keep="last").set_index("rank")
     return {int(rank): dict(rows.loc[rank, list(ROLES)]) for rank in rows.index}
 
 

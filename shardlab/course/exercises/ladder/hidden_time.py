@@ -1,6 +1,6 @@
 """Exercises of notebooks 04 and 05: what is hidden, by which bucket, and from which batch on a second rank pays off."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from shardlab.analysis.intervals import intersect, subtract, total
 from shardlab.comm import Communicator
 
 from shardlab.course.exercises.exercise import (  # isort: skip
-    Case, Exercise, Function, Measured, Message, Traffic, VirtualClock, call_without_ranks,
+    Case, Exercise, Function, Measured, Traffic, VirtualClock, call_without_ranks,
 )  # fmt: skip
 from shardlab.course.exercises.values import numbers_in, whole_number
 from shardlab.vocabulary import Collective
@@ -79,25 +79,25 @@ def link_case(words: str, layers: Layers, latency_us: float, bytes_per_us: float
     - The last bucket may be smaller: then it is ready sooner, while the message before it may still be out.
     """
     link = (list(layers), latency_us, bytes_per_us)
-    best = next(k for k in range(1, len(layers) + 1) if not any(_queued_us(k, *link)))
-    sizes = [sum(num_bytes for _, num_bytes in bucket) for bucket in _buckets(best, layers)]
-    sent = [Message.around_a_ring(Collective.ALL_REDUCE, size, 2) for size in sizes]
-    wanted = {"layers in a bucket": best, "messages wait": _queued_us(best, *link)}
-    return Case(words, (link,) * 2, (wanted,) * 2, Traffic.of([sent] * 2))
+    best = next(k for k in range(1, len(layers) + 1) if not any(_played(k, *link)[0]))
+    sizes = list[int]()
+    wanted = {"layers in a bucket": best, "messages wait": _played(best, *link, sizes.append)[0]}
+    return Case(words, (link,) * 2, (wanted,) * 2, Traffic.alike(Collective.ALL_REDUCE, sizes, 2))
 
 
-def _buckets(num_layers: int, layers: Layers) -> Iterator[Layers]:
-    return (layers[start : start + num_layers] for start in range(0, len(layers), num_layers))
-
-
-def _queued_us(num_layers: int, layers: Layers, latency_us: float, bytes_per_us: float) -> list[float]:
-    """How long each message waits for the one before it."""
+def _played(
+    num_layers: int, layers: Layers, latency_us: float, bytes_per_us: float, send: Callable[[int], object] = id
+) -> tuple[list[float], float]:
+    """How long each message waits for the one before it, and what backward takes; ``send`` gets the bytes of each."""
     clock, queued, end_us = VirtualClock(latency_us, bytes_per_us), [], 0.0
-    for bucket in _buckets(num_layers, layers):
-        clock.compute(sum(time_us for time_us, _ in bucket))
+    for start in range(0, len(layers), num_layers):
+        times_us, sizes = zip(*layers[start : start + num_layers], strict=True)
+        clock.compute(sum(times_us))
         queued.append(max(0.0, end_us - clock.now_us))
-        end_us = clock.send(sum(num_bytes for _, num_bytes in bucket))
-    return queued
+        end_us = clock.send(sum(sizes))
+        send(sum(sizes))
+    clock.wait(end_us)
+    return queued, clock.now_us
 
 
 def backward(
@@ -108,15 +108,12 @@ def backward(
     num_layers = whole_number(returned)
     if num_layers is None or not 1 <= num_layers <= len(layers):
         return Measured({"layers in a bucket": returned, "messages wait": []})
-    clock, end_us = VirtualClock(latency_us, bytes_per_us), 0.0
-    for bucket in _buckets(num_layers, layers):
-        clock.compute(sum(time_us for time_us, _ in bucket))
-        gradients = torch.zeros(sum(num_bytes for _, num_bytes in bucket), dtype=torch.uint8)
-        end_us = clock.send(gradients.nbytes)
-        comm.all_reduce(gradients, tag="bucket").wait()
-    clock.wait(end_us)
-    queued = _queued_us(num_layers, layers, latency_us, bytes_per_us)
-    return Measured({"layers in a bucket": num_layers, "messages wait": queued}, time_us=clock.now_us)
+
+    def send(num_bytes: int) -> None:
+        comm.all_reduce(torch.zeros(num_bytes, dtype=torch.uint8), tag="bucket").wait()
+
+    queued, time_us = _played(num_layers, layers, latency_us, bytes_per_us, send)
+    return Measured({"layers in a bucket": num_layers, "messages wait": queued}, time_us=time_us)
 
 
 LINK = Exercise.of(

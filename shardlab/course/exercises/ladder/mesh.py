@@ -32,8 +32,7 @@ def column_row_case(words: str, num_ranks: int) -> Case:
     full = {name: _numbers(*shape) for name, shape in SHAPES.items()}
     found = _whole(x, full, grad)
     shares, wanted = _divided(full, num_ranks), tuple(_divided(found, num_ranks))
-    message = Message.around_a_ring(Collective.ALL_REDUCE, x.nbytes, num_ranks)
-    traffic = Traffic.of([[message] * 2 if num_ranks > 1 else []] * num_ranks)
+    traffic = Traffic.alike(Collective.ALL_REDUCE, [x.nbytes] * 2, num_ranks)
     return Case(words, tuple((x, share, grad) for share in shares), wanted, traffic)
 
 

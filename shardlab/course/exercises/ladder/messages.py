@@ -156,9 +156,7 @@ def hooks_case(words: str, *used: list[bool]) -> Case:
     """
     gradients = [_gradients(rank, used[rank]) for rank in range(len(used))]
     mean = {name: torch.stack([of_rank[name] for of_rank in gradients]).mean(0) for name in gradients[0]}
-    messages = [
-        Message.around_a_ring(Collective.ALL_REDUCE, param.nbytes, len(used)) for param in Branches().parameters()
-    ]
+    sizes = [param.nbytes for param in Branches().parameters()][::-1]
     is_all_used = all(map(all, used))
     wanted: dict[str, object] = {
         "returns a function": True, "gradients": mean, "waits during backward": False
@@ -166,7 +164,7 @@ def hooks_case(words: str, *used: list[bool]) -> Case:
     if is_all_used:
         wanted["sends during backward"] = True
     inputs = tuple((rank, tuple(used[rank]), is_all_used) for rank in range(len(used)))
-    return Case(words, inputs, (wanted,) * len(used), Traffic.of([messages[::-1]] * len(used)))
+    return Case(words, inputs, (wanted,) * len(used), Traffic.alike(Collective.ALL_REDUCE, sizes, len(used)))
 
 
 def _rows(rank: int, micro_batch: int) -> Tensor:

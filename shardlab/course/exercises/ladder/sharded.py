@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from shardlab.comm import Communicator
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Message, Traffic
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Traffic
 from shardlab.vocabulary import Collective
 
+ONE_NUMBER = (8,)  # bytes of a float64
 # The three norms, with a rank that holds nothing, and one rank alone.
 NORM_SHARDS: dict[str, tuple[float, list[list[list[float]]], float]] = {  # of each rank, and the norm
     "2-norm, 3 ranks, one without shards": (2.0, [[[3.0], [0.0, 4.0]], [], [[12.0]]], 13.0),
@@ -33,10 +34,8 @@ def norm_case(words: str, norm_type: float, shards: list[list[list[float]]], nor
     - A rank without shards sends a zero: all ranks take part in every collective, with the same dtype (float64).
     """
     num_ranks = len(shards)
-    one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
     inputs = tuple(([torch.tensor(one, dtype=torch.float64) for one in of_rank], norm_type) for of_rank in shards)
-    traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
-    return Case(words, inputs, (norm,) * num_ranks, traffic)
+    return Case(words, inputs, (norm,) * num_ranks, Traffic.alike(Collective.ALL_REDUCE, ONE_NUMBER, num_ranks))
 
 
 NORM = Exercise.of("clip.global_norm", norm_case, "06_zero_1_and_2", NORM_SHARDS)
@@ -71,9 +70,9 @@ def units_case(words: str, sizes: Sequence[int], budget: int, prefetch: int) -> 
     """
     units = next(units for units in _cuts(len(sizes)) if max(_held_bytes(units, sizes, prefetch)) <= budget)
     num_bytes = [sum(sizes[index] for index in unit) for unit in units]
-    sent = [Message.around_a_ring(Collective.ALL_GATHER, size, 2) for size in num_bytes]
+    traffic = Traffic.alike(Collective.ALL_GATHER, num_bytes, 2)
     inputs, wanted = (list(sizes), budget, prefetch), {"layers": list(range(len(sizes)))}
-    return Case(words, (inputs,) * 2, (wanted,) * 2, Traffic.of([sent] * 2), most_peak_bytes=budget)
+    return Case(words, (inputs,) * 2, (wanted,) * 2, traffic, most_peak_bytes=budget)
 
 
 def _cuts(num_layers: int) -> Iterator[list[range]]:
@@ -141,8 +140,7 @@ def unscale_case(words: str, *shards: list[list[float]]) -> Case:
     is_finite = all(bool(shard.isfinite().all()) for of_rank in tensors for shard in of_rank)
     num_ranks = len(shards)
     wanted = tuple([[shard / SCALE for shard in own], SCALE] if is_finite else [None, SCALE / 2] for own in tensors)
-    one_number = Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)
-    traffic = Traffic.of([[one_number] if num_ranks > 1 else []] * num_ranks)
+    traffic = Traffic.alike(Collective.ALL_REDUCE, ONE_NUMBER, num_ranks)
     return Case(words, tuple((own, SCALE) for own in tensors), wanted, traffic)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.context import positions_of
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Message, Traffic, call_without_ranks
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Traffic, call_without_ranks
 from shardlab.course.exercises.values import numbers_in
 from shardlab.engines import DDP, Engine
 from shardlab.pipeline import Pipeline
@@ -113,7 +113,7 @@ def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     sums = [[torch.arange(1.0, 3 + rank, dtype=torch.float64) * (-1) ** rank] for rank in range(num_ranks)]
     means = [[gradient / num_micro_batches for gradient in own] for own in sums]
     norm = torch.cat([gradient for own in means for gradient in own]).norm()
-    traffic = Traffic.of([[Message.around_a_ring(Collective.ALL_REDUCE, 8, num_ranks)]] * num_ranks)
+    traffic = Traffic.alike(Collective.ALL_REDUCE, [8], num_ranks)
     return Case(
         words, tuple((own, num_micro_batches) for own in sums),
         tuple({"gradients": own, "norm": norm} for own in means), traffic,

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardlab.comm import Communicator, Pending
 
 from shardlab.course.exercises.exercise import (  # isort: skip
-    Case, Exercise, Function, Measured, Message, Traffic, VirtualClock, call_without_ranks,
+    Case, Exercise, Function, Measured, Traffic, VirtualClock, call_without_ranks,
 )  # fmt: skip
 from shardlab.course.exercises.values import numbers_in
 from shardlab.partition.chunks import ParamSpec
@@ -141,8 +141,7 @@ def zero3_case(words: str, num_ranks: int, num_units: int) -> Case:
     - The third unit may start only when the first one is freed: after free(), before the second one is used.
     """
     inputs = [torch.linspace(-1, 1, NUMEL, dtype=torch.float64) + rank for rank in range(num_ranks)]
-    message = Message.around_a_ring(Collective.ALL_GATHER, NUMEL * 8, num_ranks)
-    traffic = Traffic.of([[message] * num_units] * num_ranks)
+    traffic = Traffic.alike(Collective.ALL_GATHER, [NUMEL * 8] * num_units, num_ranks)
     events = _events(num_units)
     wanted = tuple({"events": events, "output": _output(x, num_units)} for x in inputs)
     return Case(words, tuple((num_units, x) for x in inputs), wanted, traffic)
