@@ -43,6 +43,7 @@ class Payload:
 
     blob: bytes
     sources: dict[str, str] = field(default_factory=dict)
+    what: str = "it"  # in an error
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,11 @@ def pack(value: object, what: str) -> Payload:
         TypeError: it cannot be pickled.
     """
     try:
-        return _dump(value, by_value=True)
+        return _dump(value, what, by_value=True)
     except Exception as error:
         # A module's own lock or handle cannot go by value, yet the other side may well be able to import it by name.
         try:
-            return _dump(value, by_value=False)
+            return _dump(value, what, by_value=False)
         except Exception:
             raise TypeError(
                 f"{what} cannot be pickled ({type(error).__name__}: {error}); send and return tensors, numbers, "
@@ -125,20 +126,30 @@ def pack(value: object, what: str) -> Payload:
 
 
 def unpack(payload: Payload) -> Any:
-    """The object that was packed. The text of its cells goes where tracebacks look for it."""
+    """The object that was packed. The text of its cells goes where tracebacks look for it.
+
+    Raises:
+        TypeError: it was pickled, and what its class or ``__reduce__`` says does not make it again.
+    """
     for file, text in payload.sources.items():
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    return pickle.loads(payload.blob)
+    try:
+        return pickle.loads(payload.blob)
+    except Exception as error:
+        raise TypeError(
+            f"{payload.what} was pickled and cannot be unpickled ({type(error).__name__}: {error}); send and return "
+            "what can be made again from what it pickles, such as tensors, numbers, strings, lists and dicts"
+        ) from error
 
 
-def _dump(value: object, *, by_value: bool) -> Payload:
+def _dump(value: object, what: str, *, by_value: bool) -> Payload:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, by_value)
     try:
         pickler.dump(value)
     finally:
         pickler.forget_modules()
-    return Payload(buffer.getvalue(), pickler.sources)
+    return Payload(buffer.getvalue(), pickler.sources, what)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -588,6 +588,19 @@ def test_two_writers_at_once_lose_nothing(tmp_path):
     assert directory_module.latest(tmp_path).name in left
 
 
+def own_rate(rank, directory):
+    with Mesh({"data": 2}) as mesh, build("zero1", "MLP", mesh) as engine:
+        train(engine, "MLP", range(1))
+        engine.optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        with pytest.raises(ValueError, match=r"param_groups: 'lr' is 0.1 in a group of one rank, and 0.2 in that"):
+            engine.save(directory)
+    return directory.exists()
+
+
+def test_a_learning_rate_that_differs_by_rank_is_not_saved(pools, tmp_path):
+    assert pools(2).run(own_rate, tmp_path / "c") == [False, False]
+
+
 def test_python_values_come_back_from_json():
     values = {
         "numbers": [1, -2.5, float("inf"), True, None, 2**70],

@@ -569,6 +569,17 @@ def test_an_optimizer_that_cannot_be_planned_says_why_and_loses_no_run(pools, tm
         plan(trained, ranks=1, strategies="single")
 
 
+@pytest.mark.parametrize("wrong", [None, torch.optim.SGD], ids=str)
+def test_an_optimizer_that_is_none_is_named_as_the_reader_wrote_it(pools, tmp_path, wrong):
+    trained = Workload(lambda: nn.Linear(6, 3, dtype=torch.float64), Labelled(), labelled_loss, lambda tensors: wrong)
+    for call in (
+        lambda: plan(trained, ranks=1, strategies="single"),
+        lambda: compare(trained, tmp_path / "run", strategies="single", ranks=1, steps=2, pool=pools(1)),
+    ):
+        with pytest.raises((ValueError, RankError), match="(^|ValueError: )optimizer: it returned .*; return a torch"):
+            call()
+
+
 # Losses that are no mean over rows.
 
 

@@ -157,7 +157,16 @@ def test_what_cannot_be_pickled_is_named(pools):
     with pytest.raises(RankError, match="the result of rank 1 cannot be pickled") as caught:
         pools(2).run(lambda rank: threading.Lock() if rank else None)
     assert caught.value.exception_type == "TypeError"
+    with pytest.raises(TypeError, match=r"the result of rank 0 was pickled and cannot be unpickled \(TypeError: .*'text'"):
+        pools(2).run(lambda rank: NeedsTwo(1, 2))
     assert pools(2).run(lambda rank: rank) == [0, 1]
+
+
+class NeedsTwo(Exception):  # noqa: N818
+    """An exception is made again from its ``args``."""
+
+    def __init__(self, code, text):
+        super().__init__(text)
 
 
 def test_bad_input_names_the_field():

@@ -64,6 +64,8 @@ class MemoryPlan:
         for name, allowed in (known | {"sharding": tuple(Sharding)}).items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(allowed)}")
+        if self.group < 1 or self.ranks % self.group:
+            raise ValueError(f"shard_group: {self.group} is given; it must divide the {self.ranks} ranks")
         self._setup("fsdp")
 
     @cached_property

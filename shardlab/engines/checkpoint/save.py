@@ -36,6 +36,7 @@ def save_checkpoint(engine: AnyEngine, directory: Path, extra: Any, objects: Map
     is_first = number_among(comms)[0] == 0
     # Everything that can be refused is refused before anything is written.
     head, shards = all_or_none(comms, device, lambda: (_head(engine, extra, objects), _own_shards(engine)))
+    _check_options(share_json(comms, device, [_options(group) for group in head["groups"]]))
     head |= _of_all_stages(share_json(stages_of(engine), device, {key: head[key] for key in _OF_STAGES}))
     with ExitStack() as held:
         # The first rank chooses the folder's name and makes it; the others must not write before it exists.
@@ -67,23 +68,33 @@ def check_mesh(engine: AnyEngine) -> None:
         )
 
 
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _check_options(of_ranks: Sequence[list[dict[str, Any]]]) -> None:
+    """Refuse groups that are not the same on all ranks: a checkpoint keeps the options of one."""
+    first = of_ranks[0]
+    for groups in of_ranks[1:]:
+        if len(groups) != len(first):
+            raise ValueError(
+                f"param_groups: the optimizer of one rank has {len(first)}, and that of another {len(groups)}; make "
+                "the same groups on all ranks and stages, with the parameters that each has"
+            )
+        for one, other in zip(first, groups, strict=True):
+            if unlike := sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key)):
+                raise ValueError(
+                    f"param_groups: {unlike[0]!r} is {one.get(unlike[0])} in a group of one rank, and "
+                    f"{other.get(unlike[0])} in that of another; a group has the same options on all ranks, so make "
+                    "the same groups on all, and step a scheduler by what all ranks know"
+                )
+
+
 def _of_all_stages(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the manifest says of the whole model, from what it says of each stage."""
     whole = heads[0]
     for head in heads[1:]:
-        if len(head["groups"]) != len(whole["groups"]):
-            raise ValueError(
-                f"param_groups: the optimizer of one stage has {len(whole['groups'])}, and that of another "
-                f"{len(head['groups'])}; make the same groups on all stages, with the parameters that each has"
-            )
         for group, others in zip(whole["groups"], head["groups"], strict=True):
-            keys = group.keys() | others.keys()
-            if unlike := sorted(key for key in keys - {"params"} if group.get(key) != others.get(key)):
-                raise ValueError(
-                    f"param_groups: {unlike[0]!r} is {group.get(unlike[0])} in a group of one stage, and "
-                    f"{others.get(unlike[0])} in that of another; a group has the same options on all stages, so make "
-                    "the same groups on all, and step a scheduler by what all ranks know"
-                )
             group["params"] += others["params"]
         for key in ("parameters", "buffers", "module_state"):
             whole[key] |= head[key]

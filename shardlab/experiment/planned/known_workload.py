@@ -89,10 +89,12 @@ def optimizer_of(workload: Workload, module: nn.Module) -> dict[str, Optimizer] 
     params = dict(module.named_parameters())
     small = StepTensors({name: _small(param) for name, param in params.items()})
     try:
-        optimizer = workload.optimizer(small)
+        optimizer = workload.optimizer_of(small)
         at_start = {name: kept for name, kept in _kept_by(optimizer, small).items() if kept != SGD}  # SGD keeps nothing
         after_one, after_two = _kept_after_step(optimizer, small), _kept_after_step(optimizer, small)
     except Exception as error:
+        if str(error).startswith("optimizer: "):  # which says it
+            raise
         raise ValueError(
             f"optimizer: it raised {type(error).__name__} ({error}) with small tensors of the parameters' names, so "
             "what it keeps cannot be planned; choose parameters by name, and let no size, value or identity decide"

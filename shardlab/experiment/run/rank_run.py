@@ -381,7 +381,7 @@ def engine_of(
     made = config.strategy(run)
     pipeline = None if staged is None or made is None else staged.pipeline(model, mesh, made.precision)
     trained = model if pipeline is None else pipeline.module
-    return build_engine(given or strategy, trained, optimizer or workload.optimizer, mesh, **options), pipeline
+    return build_engine(given or strategy, trained, optimizer or workload.optimizer_of, mesh, **options), pipeline
 
 
 def step_of(

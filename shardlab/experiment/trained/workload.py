@@ -145,6 +145,17 @@ class Workload:
             return self
         return replace(self, **dict(zip(names, own, strict=True)))
 
+    def optimizer_of(self, tensors: Any) -> torch.optim.Optimizer:
+        """The optimizer of what is stepped.
+
+        Raises:
+            ValueError: ``optimizer`` returned something else.
+        """
+        made: Any = self.optimizer(tensors)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(f"optimizer: it returned {class_of(made)}; return a torch.optim.Optimizer")
+        return made
+
     @property
     def takes_mesh(self) -> bool:
         """Whether the loss asks for the mesh, to communicate over it."""

@@ -62,7 +62,7 @@ def test_what_cannot_be_is_refused_by_name():
         ({"precision": "fp8"}, "precision: 'fp8' is not one of mixed, fp32"),
         ({"sharding": "half"}, "sharding: 'half' is not one of full_shard, shard_grad_op"),
         ({"optimizer": "lamb"}, "optimizer: 'lamb' is not one of adamw"),
-        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group_size: 3 .*; it must divide the 8 ranks"),
+        ({"sharding": "hybrid_shard", "shard_group": 3}, "shard_group: 3 .*; it must divide the 8 ranks"),
     ):
         with pytest.raises(ValueError, match=message):
             MemoryPlan(**wrong)
