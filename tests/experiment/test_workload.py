@@ -576,7 +576,7 @@ def test_an_optimizer_that_is_none_is_named_as_the_reader_wrote_it(pools, tmp_pa
         lambda: plan(trained, ranks=1, strategies="single"),
         lambda: compare(trained, tmp_path / "run", strategies="single", ranks=1, steps=2, pool=pools(1)),
     ):
-        with pytest.raises((ValueError, RankError), match="(^|ValueError: )optimizer: it returned .*; return a torch"):
+        with pytest.raises((ValueError, RankError), match=r"optimizer: it returned .*; return a torch"):
             call()
 
 
