@@ -37,6 +37,7 @@ LEAST_STEPS, LEAST_LABORATORIES = 8, 2  # the worst of n others is exceeded by o
 # By how much a job may be missed at least where measured steps are less like it: of a laboratory that is left out, such
 # steps were missed by 12.5 % at most.
 ELSEWHERE = 0.13
+HOW = {"known": "count", "held": "sum"}  # steps
 WORK, CALIBRATES = "tokens of a micro-batch x width", 6.0  # by which factor the work of a calibration may differ
 
 
@@ -153,20 +154,25 @@ def by_laboratory(validated: pd.DataFrame) -> pd.DataFrame:
     Returns:
         ``laboratory``, ``tp``, ``steps`` that calibrate nothing; ``median``, ``p90`` and ``worst`` of their errors, and
         the same with ``raw_`` (without a calibration), ``constant_rate_`` and ``roofline_`` in front; ``known`` (of how
-        many of them the steps of all other laboratories say an error), ``held`` (how many of these are missed by no
-        more) and ``in_range`` (how many took no less and no more than the range that is said of them, knowing no step
-        of the laboratory).
+        many of them the steps of all other laboratories say an error) and ``held`` (how many of these are missed by no
+        more), ``known_by_machines`` and ``held_by_machines`` (the same with those of all other machines); ``in_range``
+        (how many took no less and no more than the range that is said of them, knowing no step of the laboratory).
     """
+    owners: dict[str, Callable[[PublishedStep], str]] = {
+        "": lambda step: step.laboratory, "_by_machines": lambda step: step.machine,
+    }  # fmt: skip
     columns = {"": "error", "raw_": "raw_error", **{name.removesuffix("error"): name for name in TOYS}}
     rows = validated.assign(tp=validated["tp"] > 1, **validated[[*columns.values()]].abs())
-    rows["known"] = [_share_without(step, lambda one: one.laboratory) for step in published_steps()]
-    rows["held"] = rows["error"] <= rows["known"]
+    for name, owner in owners.items():
+        rows[f"known{name}"] = [_share_without(step, owner) for step in published_steps()]
+        rows[f"held{name}"] = rows["error"] <= rows[f"known{name}"]
     ends = [range_of(row, share) for row, share in zip(rows.itertuples(), rows["known"].to_list(), strict=True)]
     rows["in_range"] = rows["measured_seconds"].between([least for least, _ in ends], [most for _, most in ends])
     measures: dict[str, Any] = {"median": "median", "p90": lambda of: of.quantile(0.9), "worst": "max"}
     return rows[~rows["calibration"]].groupby(["laboratory", "tp"], as_index=False).agg(
-        steps=("error", "size"), known=("known", "count"), held=("held", "sum"), in_range=("in_range", "sum"),
+        steps=("error", "size"), in_range=("in_range", "sum"),
         **{f"{front}{name}": (column, of) for front, column in columns.items() for name, of in measures.items()},
+        **{f"{what}{name}": (f"{what}{name}", how) for name in owners for what, how in HOW.items()},
     )  # fmt: skip
 
 
