@@ -237,7 +237,7 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     said[-1:-1] = [("TIME", found.time)] if found.time else []
     page = None if out is None else _page(found, said, gpu, card, out)
     if json:
-        print_json(found.rows, said, modules=found.layers, stages=found.stages)
+        print_json(found.rows, said, modules=found.layers, stages=found.stages, over_hosts=found.hosts)
         return
     console = Console(highlight=False)
     console.print(answer_table(said))

@@ -114,6 +114,12 @@ def test_who_has_four_h100_and_13b_reads_time_memory_what_to_try_and_how_sure_th
     assert "shardlab forecast --params 13B --ranks 4 --gpu h100 says it" in of_memory  # of a memory no time is known
 
 
+def test_rows_over_hosts_are_printed_as_json_too():
+    found = json.loads(said("plan", "--params", "7B", "--ranks", "64", "--per-host", "8", "--json"))
+    across = {row["strategy"]: row["across_bytes"] for row in found["over_hosts"]}
+    assert across["hpz"] == 2 * 2 * 7e9 * 63 / 64
+
+
 def test_what_no_option_makes_fit_is_told_the_cards_that_would_do():
     text = " ".join(said("forecast", "--params", "7B", "--ranks", "1", "--gpu", "rtx4090").split())
     words = "TRY NEXT no single option makes it fit. What would do: 6 cards, with a sequence for each: fsdp, tp 2, "
