@@ -126,10 +126,14 @@ def _calls(places: str) -> dict[int, str]:
 
 
 def _rows(table: str) -> list[dict[str, str]]:
-    """The rows of a report, by column: two spaces or more lie between columns, and may lie in the last one, code."""
+    """The rows of a report, by column: its columns are aligned, with two spaces between."""
     header, *lines = table.splitlines()
-    names = re.split(r" {2,}", header)
-    return [dict(zip(names, re.split(r" {2,}", line, maxsplit=len(names) - 1), strict=True)) for line in lines]
+    names = re.split(r" {2,}", header.strip())
+    starts = [header.index(name) for name in names]
+    return [
+        {name: line[start:end].strip() for name, start, end in zip(names, starts, [*starts[1:], None], strict=True)}
+        for line in lines
+    ]
 
 
 def _drawn(rows: Sequence[dict[str, str]]) -> str:
