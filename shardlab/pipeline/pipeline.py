@@ -120,9 +120,11 @@ class Pipeline:
             The mean loss over micro-batches, on the rank of the last stage; None on the others.
 
         Raises:
-            ValueError: the micro-batches do not divide the rows, or are not as many as the schedule's; forward has
-                written a buffer that several stages use.
+            ValueError: the engine is around another module; the micro-batches do not divide the rows, or are not as
+                many as the schedule's; forward has written a buffer that several stages use.
         """
+        if engine.module is not self.module:
+            raise ValueError(f"engine: it is around {class_of(engine.module)}; build it around pipeline.module")
         number = self.schedule.num_micro_batches
         if isinstance(inputs, Tensor):
             if not isinstance(targets, Tensor) or len(inputs) != len(targets) or len(inputs) % number:
@@ -199,9 +201,8 @@ class _Step:
         self, pipeline: Pipeline, engine: Engine, loss_fn: Loss, inputs: Sequence[Tensor], targets: Sequence[Any],
         watch: Watch, waits: Watch,
     ) -> None:  # fmt: skip
-        self.sent: list[Pending] = []
+        self.sent, self.losses = list[Pending](), list[Tensor]()
         self.unconfirmed: dict[Action, Pending] = {}
-        self.losses: list[Tensor] = []
         self._pipeline, self._engine, self._loss_fn, self._watch, self._waits = pipeline, engine, loss_fn, watch, waits
         self._inputs, self._targets, self._shapes = inputs, targets, [tuple(one.shape) for one in inputs]
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1

@@ -123,8 +123,7 @@ def _each(kind: Kind, stage: int, num_micro_batches: int) -> Actions:
 
 
 def _by_round(kind: Kind, rounds: range, stages: Sequence[int], num_ranks: int) -> Actions:
-    places = product(rounds, stages, range(num_ranks))
-    return tuple(Action(kind, stage, first + place) for first, stage, place in places)
+    return tuple(Action(kind, stage, first + at) for first, stage, at in product(rounds, stages, range(num_ranks)))
 
 
 def _in_turns(forwards: Actions, backwards: Actions, ahead: int) -> Actions:

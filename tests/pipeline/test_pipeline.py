@@ -241,7 +241,7 @@ def test_checkpoints_are_the_whole_models_whatever_the_cut(pools, tmp_path):
 
 
 def refused_on_stages(rank, directory):
-    """Targets that are not cut, and options that one stage alone has."""
+    """Targets that are not cut, options that one stage alone has, and an engine around something else."""
     with Mesh({"pipe": 2, "data": 1}) as mesh:
         pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 2), mesh)
         with build_engine(DDP(), pipeline.module, lambda params: torch.optim.SGD(params, 0.1 + rank), mesh) as engine:
@@ -250,9 +250,15 @@ def refused_on_stages(rank, directory):
                 pipeline.run(engine, loss_fn, inputs, list(targets))
             with pytest.raises(ValueError, match=r"param_groups: 'lr' is 0.1 in a group of one rank, and 1.1 in that"):
                 engine.save(directory)
+        model = gpt()
+        with (
+            build_engine(DDP(), model, sgd, mesh) as engine,
+            pytest.raises(ValueError, match=r"engine: it is around a GPT; build it around pipeline\.module"),
+        ):
+            Pipeline(model, make_schedule("1f1b", 2, 2), mesh).run(engine, loss_fn, inputs, targets)
 
 
-def test_targets_that_are_not_cut_and_options_of_one_stage_are_refused(pools, tmp_path):
+def test_what_one_stage_cannot_do_alone_is_refused(pools, tmp_path):
     pools(2).run(refused_on_stages, tmp_path)
 
 
