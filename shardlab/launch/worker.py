@@ -127,6 +127,7 @@ def main(config: RankConfig) -> None:
     _reseed()
     # Only after _isolate(): before it, the exception would print a traceback into the parent's terminal.
     signal.signal(signal.SIGTERM, _end_now)
+    sys.unraisablehook = _tell_ignored
     control = _Control(config.control)
     board = BoardWriter(config.directory / "board", config.rank)
     answer_with_stack(config.directory, config.rank)
@@ -163,6 +164,11 @@ def _end_now(signum: int, frame: FrameType | None) -> None:
 
 def _end_soon(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001
     _EndedByParent.asked = True
+
+
+def _tell_ignored(ignored: "sys.UnraisableHookArgs") -> None:
+    if ignored.exc_type is not _EndedByParent:  # that of a signal in a finalizer is no fault of anybody's
+        sys.__unraisablehook__(ignored)
 
 
 def _watch(life: Connection, board: BoardWriter) -> None:

@@ -233,6 +233,20 @@ def test_a_rank_in_a_loop_after_the_others_returned_is_named_and_ended(capsys):
     assert notice.count("shardlab: for") == 2, "after 0.4 s and 0.8 s"
 
 
+def test_a_rank_that_is_ended_in_a_finalizer_says_nothing_of_it(capsys):
+    class Slow:
+        def __del__(self):
+            current().emit("here")
+            time.sleep(30)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with RankPool(1, device="cpu") as pool, pytest.raises(KeyboardInterrupt):
+        pool.run(lambda rank: Slow() and None, on_message=interrupt)
+    assert "ignored" not in capsys.readouterr().out
+
+
 def test_ranks_that_do_not_come_up_in_time_are_named_and_ended(monkeypatch):
     class OneStops(RankProcesses):
         def __init__(self, config):
