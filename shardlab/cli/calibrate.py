@@ -32,7 +32,7 @@ FORECASTS = {
 BY_LABORATORY = (
     "Median, 90th percentile (of this one), and worst. This one and the toys know a measured step of the machine where "
     "there is one, raw knows none. Known: how many steps are missed by no more than those of all other laboratories "
-    "say, of how many they say it. In range: how many took what the range that is said of them has in it."
+    "say, of how many they say it. Within: how many took what the range that is said of them has in it."
 )
 APART = {
     "host_bound": "published steps of small work, whose device waits for its host",
@@ -197,14 +197,14 @@ def _tell_published(console: Console, published: pd.DataFrame) -> None:
         console.print(f"{int((~rows['calibration']).sum())} {which}: {said}.", soft_wrap=True)
     table = by_laboratory(published)
     shown = table[["laboratory", "steps"]].copy()
-    shown["laboratory"] += table["tp"].map({True: ", tp", False: ""})
+    shown["laboratory"] += table["tp"].map({True: " tp", False: ""})
     for front, (title, form) in FORECASTS.items():
         shares = (100 * table[[f"{front}{name}" for name in MISSES]]).to_numpy()
         shown[title] = [form.format(**dict(zip(MISSES, row, strict=True))) for row in shares]
-    for name, (some, of) in {"known": ("held", "known"), "in range": ("in_range", "steps")}.items():
+    for name, (some, of) in {"known": ("held", "known"), "within": ("in_range", "steps")}.items():
         shown[name] = table[some].map("{}/".format) + table[of].map(str)
     titles = [title for title, _ in FORECASTS.values()]
-    console.print(table_of(shown, "By laboratory, %", 1, right=titles))
+    console.print(table_of(shown, "By laboratory, %", 0, right=titles))
     console.print(BY_LABORATORY, soft_wrap=True)
     regrets = sorted(published_regrets())
     console.print(
