@@ -98,7 +98,7 @@ def _ratio(wanted: object, found: object) -> float:
         return 0.0  # what counts something, as layers in a bucket, has no ratio that says anything
     ratio = next(there / here for here, there in zip(right, numbers, strict=True) if here)
     is_same = all(isclose(there, ratio * here, rel_tol=CLOSE) for here, there in zip(right, numbers, strict=True))
-    return ratio if is_same else 0.0
+    return ratio if is_same and not isclose(ratio, 1, rel_tol=CLOSE) else 0.0  # a shape, for 1
 
 
 def _in_words(ratio: float, num_ranks: int) -> str:

@@ -71,6 +71,8 @@ def test_a_ratio_is_said_where_all_numbers_have_it(pools):
         assert said.startswith(f"Found is {words}") if words else said == ""
     counts = Exercise("class.count", "", "", lambda: [Case("two", ((), ()), (3, 3))])
     assert examine(counts, lambda comm: 6, pools(2)).mistake == "", "of what is counted no ratio says anything"
+    shape = mistake_in("class.one", "one: shape", Case("one", ((),), (wanted,)), (Done(wanted.view(3, 1)),))
+    assert shape == "", "of equal numbers neither"
     right = mistake_in("class.one", "one: rank 0 took 9 us", Case("one", ((),), (wanted,)), (Done(wanted),))
     assert right == "", "of what is right neither, where something else is wrong"
 

@@ -74,6 +74,10 @@ def whole_parameters(sizes, num_ranks, rank):
     return {name: (0, size) for place, (name, size) in enumerate(sizes.items()) if place % num_ranks == rank}
 
 
+def lengths_in_place_of_ranges(sizes, num_ranks, rank):
+    return {name: stop - start for name, (start, stop) in right_owners(sizes, num_ranks, rank).items()}
+
+
 empty_ranges = partial(right_owners, keep_empty=True)
 offsets_on_the_line = partial(right_owners, flat=True)
 padding_too = partial(right_owners, past_the_end=True)
