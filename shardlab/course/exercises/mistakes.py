@@ -198,5 +198,5 @@ def facts_of(done: Sequence[Done], case: Case, facts: Facts) -> list[str]:
         case: the case.
         facts: those that are looked for.
     """
-    steps = [Step(of_rank, case) for of_rank in done]
+    steps = [Step(of_rank, case) for of_rank in done if of_rank.held]  # else nothing was weighed
     return [words for words, holds in facts.items() if any(map(holds, steps))]
