@@ -176,8 +176,9 @@ def examine(
     """Run all cases, and call ``on_case`` after each; the first that fails decides."""
     if why := why_not_ready(pool):
         return Report(exercise.name, Verdict.BLOCKED, why)
-    if not callable(function):
-        what = f"it is {class_of(function)}, and nothing that can be called"
+    given: object = function
+    if not callable(given):
+        what = f"it is {class_of(given)}, and nothing that can be called"
         return Report(exercise.name, Verdict.FAILED, f"{what}; give the function, or the class, by its name alone")
     score, cases = Score(), exercise.cases()
     for case in cases:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 SUFFIXES = (".py", ".ipynb")
+PREFIX = "submission_"
 # What may be a statement of its own, where the whole cannot be parsed: with its decorators.
 BEGINS = re.compile(r"^(?:@.*\n)*(?=[^\s#)\]}@])(?!(?:elif|else|except|finally)\b)", re.MULTILINE)
 QUICK = {
@@ -43,13 +44,24 @@ class Submission:
 
 def module_name(path: str) -> str:
     """Of a submission: the same one at each import, and none of a library."""
-    return f"submission_{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+    return f"{PREFIX}{hashlib.sha256(path.encode()).hexdigest()[:16]}"
+
+
+def _forget_helpers(folder: Path) -> None:
+    """Forget what was imported from other folders of the student: each may have a helper of the same name."""
+    files = [(name, vars(module).get("__file__")) for name, module in sys.modules.items()]
+    lies_in = {name: Path(file).parent for name, file in files if file}
+    others = {lies_in[name] for name in lies_in if name.startswith(PREFIX)} - {folder}
+    for name in lies_in:
+        if lies_in[name] in others and not name.startswith(PREFIX):
+            del sys.modules[name]
 
 
 def read_submission(path: str) -> Submission:
     """Run what a file defines; a statement that fails is a trouble, and the next one is run all the same."""
     # A student's own files beside it may be imported by name.
     sys.path.insert(0, str(Path(path).parent))
+    _forget_helpers(Path(path).parent)
     module = sys.modules[module_name(path)] = ModuleType(module_name(path))
     module.__file__ = path
     found = Submission(module)

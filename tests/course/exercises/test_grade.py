@@ -95,6 +95,10 @@ READ: dict[str, str | list[str]] = {  # what Python or Jupyter reads
 MARKED: dict[str, tuple[str | list[str], str]] = {  # by file, and the reason if it fails
     "dtype.py": (f"import torch\ntorch.set_default_dtype(torch.float64)\nSTART = 0\n{OWNERS}", ""),
     "loop.ipynb": (["for START in range(1):\n    pass", OWNERS], "line 1: RuntimeError: what calls something is"),
+    "same/1/other.py": ("from helper import other", ""),
+    "same/1/helper.py": ("def other():\n    return 1\n", ""),
+    "same/2/owners.py": (f"from helper import START\n{OWNERS}", ""),
+    "same/2/helper.py": ("START = 0\n", ""),
     "SHOUTS.PY": (f"START = 0\n{OWNERS}", ""),
     "two/06-Copy1.py": (f"START = 1\n{OWNERS}", "06-Copy1.py counts, and 06.py has a zero1_owners, too"),
     "two/06.py": (f"START = 0\n{OWNERS}", "06-Copy1.py counts, and 06.py has a zero1_owners, too"),
@@ -102,7 +106,7 @@ MARKED: dict[str, tuple[str | list[str], str]] = {  # by file, and the reason if
 
 
 def write(path: Path, source: str | list[str]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     cells = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in source]) if isinstance(source, list) else None
     path.write_text(str(source) if cells is None else nbformat.writes(cells))
 
