@@ -72,6 +72,7 @@ WRONG = {
         wrong.a_rank_without_shards_fails: r"^2-norm.*rank 1 raised",
         wrong.powers_of_inf: r"^inf-norm.*rank 0, result: 7.0 is wanted, 12.0 was found",
         wrong.largest_with_sign: r"^inf-norm.*rank 0, result: 7.0 is wanted, 5.0 was found",
+        wrong.sends_float32: r"^2-norm.*all ranks together sent 16 B, and 32 B are needed: send all of it",
         wrong.asks_twice: r"^2-norm.*rank 0 sent 2 messages where 1 is enough; message 1 is the first too many",
     },
     "zero3.forward": {
