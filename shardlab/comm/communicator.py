@@ -250,7 +250,8 @@ class Communicator(ObservedGroup):
 
 def _flattened(tensor: Tensor) -> Tensor:
     """The same elements, one-dimensional and contiguous: the tensor's own memory where it is so, else a copy."""
-    return tensor.detach().contiguous().view(-1)
+    # An empty one of NumPy's has a stride of 0, with which torch reads no bytes.
+    return tensor.detach().contiguous().view(-1) if tensor.numel() else tensor.new_empty(0)
 
 
 def _copy_back(flat: Tensor, tensor: Tensor) -> None:

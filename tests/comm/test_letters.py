@@ -3,6 +3,7 @@
 import socket
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,19 @@ def of_any_kind(rank):
 
 def test_every_dtype_and_layout_travels(pools):
     assert pools(2).run(of_any_kind)[0] == [True] * 15
+
+
+def nothing_of_numpys(rank):
+    nothing = torch.from_numpy(np.empty(0))  # its stride is 0, with which torch reads no bytes
+    with Mesh({"data": 2}) as mesh:
+        (mesh.data.send(nothing, 0) if rank else mesh.data.recv(nothing, 1)).wait()
+        mesh.data.all_reduce(nothing).wait()
+        mesh.data.broadcast(nothing, src=1).wait()
+        return nothing.numel()
+
+
+def test_an_empty_array_of_numpys_travels(pools):
+    assert pools(2).run(nothing_of_numpys) == [0, 0]
 
 
 def one_comes_late(rank, late, pause_s=0.2):

@@ -1,13 +1,22 @@
 """Notebooks 03 to 12 ask for a number before a run, and end in graded steps whose solution nobody has read before."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbformat import NotebookNode
+from torch import nn
 
+from shardlab.comm.mesh import Mesh
 from shardlab.course import LADDER, find
+from shardlab.course.exercises.exercise import code_in
+from shardlab.course.small_records import log_collectives
+from shardlab.engines import build_engine
+from shardlab.launch import current
+from shardlab.models import MLP
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 PATHS = [path for path in sorted(FOLDER.glob("[0-9]*.ipynb")) if "03" <= path.name[:2] <= "12"]
@@ -56,6 +65,27 @@ def test_it_ends_in_two_to_four_graded_steps_without_a_solution_above_them(path:
     for place, cell in enumerate(cells):
         is_tried = "not yet" in str(cells[place - 1].get("outputs"))
         assert "A solution</summary>" not in cell.source or is_tried, "read it, then try?"
+
+
+LAST_ALONE = "def accumulate(engine, given):\n    x, y = given[-1]\n    engine.backward(mse(engine(x), y))"
+
+
+def test_a_step_that_sends_once_is_right_where_its_gradients_are(pools, capsys) -> None:
+    cells = cells_of(FOLDER / "03_data_parallel.ipynb")
+    place = next(place for place, cell in enumerate(cells) if cell.source.startswith("def accumulate(engine"))
+    graded = cells[place].source.partition("\n\n\n")[2]
+    x, y = torch.linspace(-1, 1, 64 * 9, dtype=torch.float64).sin().view(64, 9).split([8, 1], 1)
+    given = {
+        "N": 2, "X": x, "Y": y, "mse": nn.functional.mse_loss, "sgd": partial(torch.optim.SGD, lr=0.1), "MLP": MLP,
+        "Mesh": Mesh, "build_engine": build_engine, "log_collectives": log_collectives, "current": current,
+        "pool": pools(2),
+    }  # fmt: skip
+    for answer, words in (
+        (code_in(cells[place + 1].source.replace("\n</details>", "").rstrip()).partition("```")[0], "\nright\n"),
+        (LAST_ALONE, "\nnot yet: these are not the mean over all rows\n"),
+    ):
+        exec(compile(f"{answer}\n\n\n{graded}", "warm-up", "exec"), {"__name__": "__main__", **given})
+        assert capsys.readouterr().out.endswith(words)
 
 
 @of_each

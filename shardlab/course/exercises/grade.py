@@ -97,15 +97,17 @@ def submissions(folder: Path) -> dict[str, list[Path]]:
         )
     found: dict[str, list[Path]] = {}
     for path in sorted(path for path in folder.iterdir() if path.name[0] not in "._"):
-        files = [
-            each for each in path.rglob("*") if each.suffix in SUFFIXES and "/." not in f"/{each.relative_to(path)}"
-        ]
+        files = [each for each in path.rglob("*") if _is_read(each) and "/." not in f"/{each.relative_to(path)}"]
         found.setdefault(path.stem if path.is_file() else path.name, []).extend(sorted(files) or [path])
     if not found:
         raise ValueError(
             f"grade: {folder} holds no submission; put a .py file, a notebook or a folder there for each student"
         )
     return dict(sorted(found.items()))
+
+
+def _is_read(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES
 
 
 def _read(rank: int, path: str) -> tuple[list[str], dict[str, str]]:
@@ -119,12 +121,13 @@ def _read(rank: int, path: str) -> tuple[list[str], dict[str, str]]:
 def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool: RankPool) -> Iterator[Mark]:
     defined: dict[str, str] = {}
     troubles: dict[str, str] = {}
+    again: dict[str, str] = {}
     unread = []
     for file in files:
         if why := why_not_ready(pool):
             yield from (Mark(student, exercise.name, Verdict.BLOCKED, why) for exercise in exercises)
             return
-        if file.suffix not in SUFFIXES:
+        if not _is_read(file):
             unread.append(f"{file.name} holds neither a .py file nor a notebook")
             continue
         try:
@@ -135,7 +138,9 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
             first, _, rest = str(error).partition("\n")
             unread.append(f"{file.name} cannot be read: {first}{_place(rest)}")
         else:
-            defined |= {name: str(file.resolve()) for name in names if name not in defined}
+            for name in names:
+                if defined.setdefault(name, str(file.resolve())) != str(file.resolve()):
+                    again.setdefault(name, f"{Path(defined[name]).name} counts, and {file.name} has a {name}, too")
             troubles |= of_file
     unread += [troubles[""]] if "" in troubles else []
     taken = {exercise.function_name for exercise in (*LADDER, *exercises)}
@@ -146,7 +151,8 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
             passed = report.verdict is Verdict.PASSED
             told = f"{report.reason}{_place(report.detail)}".replace(f"{Path(defined[name]).parent}/", "")
             because = [troubles[one] for one in UNKNOWN.findall(told) if one in troubles]
-            reason = ". ".join(filter(None, (told, *because, report.mistake)))
+            whose = "" if passed else again.get(name, "")
+            reason = ". ".join(filter(None, (told, *because, report.mistake.rstrip("."), whose)))
             score = asdict(report.score) | {"points": exercise.points} if passed else {}
             yield Mark(student, exercise.name, report.verdict, reason, **score)
         elif name in troubles:

@@ -19,6 +19,7 @@ from shardlab.course.exercises.traffic import wrong_traffic
 from shardlab.course.exercises.values import differences, numbers_in, plain, told_apart
 from shardlab.launch import RankDied, RankError, RankHang, RankPool, current
 from shardlab.trace.observed import wire_bytes
+from shardlab.vocabulary import class_of
 
 TIMEOUT_S = 5.0  # in one collective
 LIMIT_S = 20.0  # of one case
@@ -175,6 +176,10 @@ def examine(
     """Run all cases, and call ``on_case`` after each; the first that fails decides."""
     if why := why_not_ready(pool):
         return Report(exercise.name, Verdict.BLOCKED, why)
+    given: object = function
+    if not callable(given):
+        what = f"it is {class_of(given)}, and nothing that can be called"
+        return Report(exercise.name, Verdict.FAILED, f"{what}; give the function, or the class, by its name alone")
     score, cases = Score(), exercise.cases()
     for case in cases:
         done, reason, verdict = run_case(exercise, function, case, pool)

@@ -98,7 +98,7 @@ def _ratio(wanted: object, found: object) -> float:
         return 0.0  # what counts something, as layers in a bucket, has no ratio that says anything
     ratio = next(there / here for here, there in zip(right, numbers, strict=True) if here)
     is_same = all(isclose(there, ratio * here, rel_tol=CLOSE) for here, there in zip(right, numbers, strict=True))
-    return ratio if is_same else 0.0
+    return ratio if is_same and not isclose(ratio, 1, rel_tol=CLOSE) else 0.0  # a shape, for 1
 
 
 def _in_words(ratio: float, num_ranks: int) -> str:
@@ -198,5 +198,5 @@ def facts_of(done: Sequence[Done], case: Case, facts: Facts) -> list[str]:
         case: the case.
         facts: those that are looked for.
     """
-    steps = [Step(of_rank, case) for of_rank in done]
+    steps = [Step(of_rank, case) for of_rank in done if of_rank.held]  # else nothing was weighed
     return [words for words, holds in facts.items() if any(map(holds, steps))]

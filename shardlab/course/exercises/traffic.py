@@ -16,7 +16,7 @@ def wrong_traffic(traffic: Traffic, done: Sequence[Done]) -> str:
         sent, needed = told_apart(total, traffic.least_bytes)
         return (
             f"all ranks together sent {sent} B, and {needed} B are needed: "
-            "send through the communicator that your function gets"
+            "send all of it, in its own dtype, through the communicator that your function gets"
         )
     return _not_waited_for(done)
 

@@ -6,17 +6,19 @@ from tests.course.exercises.whole import WRONG_WHOLE
 
 WRONG = {
     "pipeline.schedule": {
-        second.backward_first: r"^2 ranks, 3.*result\['schedule'\].*0B0 stands before 0F0 on rank 0",
-        second.loses_the_last_batch: r"^2 ranks, 3.*result\['schedule'\].*it has 2 of 3 micro-batches",
-        second.forgets_a_backward: r"^2 ranks, 3.*result\['schedule'\].*0B2 is missing on rank 0",
-        second.waits_for_ever: r"^2 ranks, 3.*result\['schedule'\].*it deadlocks: 0B0 of rank 0 waits for 1B0",
+        second.backward_first: r"^2 ranks, 3.*rank 0: schedule: 0B0 stands before 0F0 on rank 0",
+        second.loses_the_last_batch: r"^2 ranks, 3.*rank 0: it has 2 of 3 micro-batches",
+        second.forgets_a_backward: r"^2 ranks, 3.*rank 0: schedule: 0B2 is missing on rank 0$",
+        second.counted_from_one: r"^2 ranks, 3.*rank 0: schedule: 0F0 is missing on rank 0$",
+        second.waits_for_ever: r"^2 ranks, 3.*rank 0: schedule: it deadlocks: 0B0 of rank 0 waits for 1B0",
         second.all_forwards_first: r"^2 ranks, 3.*result\['micro-batches held'\]: 2 is wanted, 3 was found",
     },
     "pipeline.finish": {
         second.no_mean: r"^2 stages: rank 0, result\['gradients'\]\[0\], element 0.* 0.25 is wanted, 1(.0)? was found",
         second.mean_over_stages: r"^2 stages: rank 0, result\['gradients'\]\[0\], element 0.* 0.5 was found",
-        second.norm_of_one_stage: r"^2 stages: rank 0, result\['norm'\], .* 0.559",
-        second.sum_of_stages_norms: r"^2 stages: rank 0, result\['norm'\], .* 1.49",
+        second.norm_of_one_stage: r"^2 stages: rank 0, result\['norm'\]: .* 0.559",
+        second.sum_of_stages_norms: r"^2 stages: rank 0, result\['norm'\]: .* 1.49",
+        second.sums_by_heart: r"^3 stages: rank 0, result\['gradients'\]\[0\], element 0.* 0.2 is wanted, 0.25 was",
     },
     "context.parts": {
         second.one_after_another: r"^2 ranks, 8.*result\['pairs'\]\[0\]: 18 is wanted, 10 was found",
@@ -29,6 +31,8 @@ WRONG = {
         second.weighs_by_logarithms: r"^3 and 2 keys: rank 0, result\['output'\], element 0.* 0.0733273 was found",
         second.sums_exponentials: r"^scores around 1000: rank 0, result\['output'\], element 0",
         second.keeps_the_larger: r"^3 and 2 keys: rank 0, result\['output'\], element 0.* -0.791555 was found",
+        second.over_the_first_part: r"^a query that sees the other part: .*result\['output'\], element 0.* nan was",
+        second.over_the_largest_of_all_queries: r"^scores around 1000 of one query: .*\['output'\], element 3",
     },
     "collectives.ring_all_reduce": {
         wrong.ring_in_ceil_chunks: "4 ranks, 3 elements: rank . raised IndexError",
@@ -60,6 +64,7 @@ WRONG = {
         wrong.empty_ranges: r"^3 ranks.*rank 0, result\['ranges'\]: 'bias' should not be there; it is \[0, 0\]",
         wrong.offsets_on_the_line: r"^3 ranks.*rank 1, result\['ranges'\]\['bias'\]\[0\]: 0 is wanted, 7 was",
         wrong.padding_too: r"^3 ranks.*rank 1, result\['ranges'\]\['bias'\]\[1\]: 3 is wanted, 7 was found",
+        wrong.lengths_in_place_of_ranges: r"^3 ranks.*rank 0, result\['ranges'\]\['weight'\]: a list is wanted, 7 was",
     },
     "clip.global_norm": {
         wrong.local_norm: r"^2-norm.*rank 0, result: 13.0 is wanted, 5.0 was found",
@@ -67,6 +72,7 @@ WRONG = {
         wrong.a_rank_without_shards_fails: r"^2-norm.*rank 1 raised",
         wrong.powers_of_inf: r"^inf-norm.*rank 0, result: 7.0 is wanted, 12.0 was found",
         wrong.largest_with_sign: r"^inf-norm.*rank 0, result: 7.0 is wanted, 5.0 was found",
+        wrong.sends_float32: r"^2-norm.*all ranks together sent 16 B, and 32 B are needed: send all of it",
         wrong.asks_twice: r"^2-norm.*rank 0 sent 2 messages where 1 is enough; message 1 is the first too many",
     },
     "zero3.forward": {
@@ -88,6 +94,8 @@ WRONG = {
         second.waits_compute: r"^compute that waits for the message.*result\[0\]: 2.0 is wanted, 10.0 was found",
         second.first_to_last: r"^a gap in which nothing is sent: rank 0, result\[0\]: 0.0 is wanted, 12.0 was found",
         second.lengths_alone: r"^a gap in which nothing is sent: rank 0, result\[0\]: 0.0 is wanted, 8.0 was found",
+        second.exchanged: r"^compute that begins late: rank 0, result\[0\]: 3.0 is wanted, 7.0 was found",
+        second.all_waits_taken_off: r"^a wait that is longer.*rank 0, result\[0\]: 3.0 is wanted, 1.0 was found",
         second.share_in_place_of_a_time: r"^two messages at once: rank 0, result\[0\]: 5.0 is wanted, 0.5 was found",
     },
     "link.smallest_bucket": {
@@ -95,6 +103,9 @@ WRONG = {
         second.on_average: r"^layers that differ.*: 2 is wanted, 1 was found",
         second.last_bucket_forgotten: r"^8 equal layers.*: 4 is wanted, 3 was found",
         second.all_in_one: r"^only the latency is too long.*: 3 is wanted, 6 was found",
+        second.may_not_end_at_once: r"^a message ends as the next is ready.*: 2 is wanted, 3 was found",
+        second.divisors_alone: r"^a message ends as the next is ready.*: 2 is wanted, 5 was found",
+        second.last_layer_first: r"^a message ends as the next is ready.*: 2 is wanted, 1 was found",
         second.none_hides: r"^a link that never keeps up.*: 5 is wanted, None was found",
     },
     "fsdp.units": {
@@ -102,6 +113,7 @@ WRONG = {
         second.prefetch_forgotten: r"^one unit ahead: rank 0 held 192 B at once, and 128 B are allowed",
         second.half_the_budget_each: r"^one unit ahead, a large layer: rank 0 sent 4 messages where 3 are enough",
         second.never_full: r"^no prefetch: rank 0 sent 4 messages where 2 are enough.*all_gather of 64 B$",
+        second.first_layers_alone: r"^no prefetch.*\['layers'\]: a list is wanted, 'no list of lists of indices",
         second.by_size: r"^no prefetch: rank 0, result\['layers'\]\[0\]: 0 is wanted, 1 was found",
     },
     "tensor.column_row": {
@@ -131,6 +143,8 @@ WRONG = {
         second.asks_nobody: r"^an inf on rank 1: rank 0, result\[0\]: None is wanted",
         second.nan_overlooked: r"^a NaN on rank 0: rank 0, result\[0\]: None is wanted",
         second.scale_kept: r"^an inf on rank 1: rank 0, result\[1\]: 512.0 is wanted, 1024.0",
+        second.largest_alone: r"^-inf on rank 0: rank 0, result\[0\]: None is wanted",
+        second.scale_by_heart: r"^-inf on rank 0: rank 0, result\[1\]: 128.0 is wanted, 512.0 was found",
         second.first_shard_only: r"^rank 0 has no shards: rank 0, result\[0\]: None is wanted",
         second.sends_everything: r"^an inf on rank 1: rank . raised MismatchError",
     },

@@ -243,6 +243,13 @@ def right_unscale(comm, shards, scale, *, is_right=lambda shard: shard.isfinite(
     return (None, scale / backoff) if wrong.item() else ([shard / scale for shard in shards], scale)
 
 
+def right_unscale_with_a_byte(comm, shards, scale):
+    """In place, and what is sent is no float64."""
+    is_wrong = torch.tensor(any(not np.isfinite(shard.numpy()).all() for shard in shards), dtype=torch.uint8)
+    comm.all_reduce(is_wrong, reduction="max").wait()
+    return [None, scale / 2] if is_wrong else [[shard.div_(scale) for shard in shards], scale]
+
+
 def right_schedule(num_ranks, num_micro_batches, rank):
     ahead = min(num_ranks - rank, num_micro_batches)
     actions = [f"{rank}F{number}" for number in range(ahead)]
@@ -263,6 +270,19 @@ def right_finish(comm, sums, num_micro_batches, *, divisor=None, adds_up=True, o
     return {"gradients": means, "norm": total if of_norms else total.sqrt()}
 
 
+def right_finish_with_numbers(comm, sums, num_micro_batches):
+    """The norm is a float, and not a tensor."""
+    total = torch.tensor([sum(float(number) ** 2 for gradient in sums for number in gradient)], dtype=torch.float64)
+    comm.all_reduce(total).wait()
+    norm = total.item() ** 0.5 / num_micro_batches
+    return {"norm": norm, "gradients": [gradient.numpy() / num_micro_batches for gradient in sums]}
+
+
+def right_finish_of_one_element(comm, sums, num_micro_batches):
+    found = right_finish_with_numbers(comm, sums, num_micro_batches)
+    return {**found, "norm": torch.tensor([found["norm"]], dtype=torch.float64)}
+
+
 def right_parts(seq_len, num_ranks, rank, *, late_of=lambda num_ranks, rank: 2 * num_ranks - 1 - rank):
     each = seq_len // (2 * num_ranks)
     return [piece * each + place for piece in (rank, late_of(num_ranks, rank)) for place in range(each)]
@@ -272,6 +292,12 @@ def right_pairs_of_tokens(seq_len, num_ranks, rank):
     """Token by token: an early one and its late partner."""
     early = range(rank, seq_len // 2, num_ranks)
     return [*early, *(seq_len - 1 - token for token in early)]
+
+
+def right_owners_in_floats(sizes, num_ranks, rank):
+    """As by np.ceil, and in another order."""
+    ranges = right_owners(sizes, num_ranks, rank)
+    return {name: np.array(ranges[name], dtype=float) for name in reversed(ranges)}
 
 
 def right_merge(one, other, *, weigh=torch.exp, both=torch.logaddexp):
@@ -286,17 +312,17 @@ RIGHT = {
     "context.parts": [right_parts, right_pairs_of_tokens],
     "context.merge": [right_merge],
     "pipeline.schedule": [right_schedule],
-    "pipeline.finish": [right_finish],
+    "pipeline.finish": [right_finish, right_finish_with_numbers, right_finish_of_one_element],
     "collectives.ring_all_reduce": [right_ring],
     "buckets.assign": [right_buckets],
     "data_parallel.hooks": [right_hooks, right_flat_hooks],
     "overlap.exposed": [right_overlap, right_overlap_of_arrays],
     "link.smallest_bucket": [right_link],
-    "zero1.owners": [right_owners],
+    "zero1.owners": [right_owners, right_owners_in_floats],
     "clip.global_norm": [right_norm],
     "zero3.forward": [right_forward],
     "scaling.break_even": [right_break_even],
-    "precision.unscale": [right_unscale],
+    "precision.unscale": [right_unscale, right_unscale_with_a_byte],
     "fsdp.units": [right_units],
     "tensor.column_row": [right_column_row],
     "mesh.who_reduces": [right_who_reduces],

@@ -19,7 +19,7 @@ from shardlab.course.exercises.judge import Score, examine
 from shardlab.course.exercises.mistakes import mistake_in
 from shardlab.course.exercises.picture import held, held_table, memory, moved, moved_table, schedule
 from shardlab.course.exercises.values import difference, plain
-from shardlab.engines import ZeRO3
+from shardlab.engines import DDP, ZeRO3
 from shardlab.launch import RankPool, current
 from tests.conftest import Pools
 from tests.course.exercises.right import right_buckets
@@ -71,6 +71,8 @@ def test_a_ratio_is_said_where_all_numbers_have_it(pools):
         assert said.startswith(f"Found is {words}") if words else said == ""
     counts = Exercise("class.count", "", "", lambda: [Case("two", ((), ()), (3, 3))])
     assert examine(counts, lambda comm: 6, pools(2)).mistake == "", "of what is counted no ratio says anything"
+    shape = mistake_in("class.one", "one: shape", Case("one", ((),), (wanted,)), (Done(wanted.view(3, 1)),))
+    assert shape == "", "of equal numbers neither"
     right = mistake_in("class.one", "one: rank 0 took 9 us", Case("one", ((),), (wanted,)), (Done(wanted),))
     assert right == "", "of what is right neither, where something else is wrong"
 
@@ -127,11 +129,26 @@ def test_a_function_that_does_not_come_to_an_end_fails():
         assert re.search(words, report.reason), report.reason
 
 
+def test_what_is_no_function_or_no_strategy_is_said_to_be_none(pools):
+    for name, given, words in (
+        ("zero1.owners", {}, "it is a dict, and nothing that can be called; give the function, or the class, by its"),
+        ("whole.ddp", DDP(), "it is a DDP, and nothing that can be called"),
+        ("whole.ddp", dict, "3 ranks, trained on MLP: rank 0: it is no strategy, but a dict; write a subclass of"),
+        ("whole.tensor", lambda block, comm: None, "rank 0: it is no module, but a NoneType; write a subclass of"),
+    ):
+        report = examine(find(name), given, pools(3))
+        assert (report.verdict, report.mistake) == (Verdict.FAILED, "")
+        assert words in report.reason
+
+
 class Arriving:
     """A function for ranks: on rank 1 its coming takes longer than the others may wait, or ends the process."""
 
     def __init__(self, delay):
         self.delay = delay
+
+    def __call__(self):
+        """Never here: ranks get another one."""
 
     def __reduce__(self):
         return (lambda delay: delay() if current().rank == 1 else max), (self.delay,)

@@ -3,6 +3,7 @@
 import csv
 import inspect
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from shardlab.cli import app
 from shardlab.cli.exercises import _print_marks
 from shardlab.course import LADDER, Verdict, find
 from shardlab.course.exercises.grade import Mark, grade
+from shardlab.course.exercises.submission import read_submission
 from tests.course.exercises.right import right_buckets
 
 PRINTS = "\ndef buckets_assign(*given):\n    print('I print while I work')\n    return right_buckets(*given)\n"
@@ -49,7 +51,7 @@ SUBMISSIONS = {
     ),
     "ned.ipynb": (["import time", "def buckets_assign(*given):\n    time.sleep(99)"], "failed", "ned.ipynb, cell 1"),
     "oda.txt": ("I did it on paper.", "failed", "oda.txt holds neither a .py file nor a notebook"),
-    "pia.ipynb": ("{", "failed", "pia.ipynb cannot be read: rank 0 raised JSONDecodeError"),
+    "pia.ipynb": ("{", "failed", "pia.ipynb cannot be read: rank 0 raised ValueError: it is no notebook of format 4"),
     "quin.ipynb": (["def bucketAssign(*given):\n    return []"], "failed", "did you mean bucketAssign? Then rename it"),
     "rae.py": ("def bucket_asign(sizes:", "failed", "did you mean bucket_asign?"),  # and a typo
     "sam.py": ("def assignBuckets(sizes, capacity):\n    return []", "failed", "did you mean assignBuckets?"),
@@ -65,14 +67,46 @@ SUBMISSIONS = {
         "'NONE' is not defined. sui.ipynb, cell 0, line 1: RuntimeError: what calls something is not run in a notebook",
     ),
     "sue.py": ("if True:\n    buckets = assign = 1", "failed", "there is no function buckets_assign"),
-    "tom.ipynb": ("{}", "failed", "tom.ipynb cannot be read: rank 0 raised KeyError"),
+    "tom.ipynb": ("{}", "failed", "it is no notebook of format 4; open it in Jupyter, and save it"),
     "uma.py": ("", "failed", "there is no function buckets_assign"),
     "vic.zip": ("PK", "failed", "vic.zip holds neither"),
 }  # fmt: skip
 
 
+OWNERS = """def zero1_owners(sizes, num_ranks, rank):
+    chunk, owned, offset = -(-sum(sizes.values()) // num_ranks), {}, START
+    for name, size in sizes.items():
+        start, stop = max(rank * chunk - offset, 0), min(rank * chunk + chunk - offset, size)
+        if start < stop:
+            owned[name] = (start, stop)
+        offset += size
+    return owned
+"""
+ELSE = "try:\n    from nowhere import START\nexcept ImportError:\n    START = 0\n"
+READ: dict[str, str | list[str]] = {  # what Python or Jupyter reads
+    "annotations.py": f"from __future__ import annotations\nSTART: Later = 0\n{OWNERS}",
+    "else.py": f"{ELSE}{OWNERS}\ndef other(:\n    pass\n",
+    "else_in_a_cell.ipynb": [ELSE, OWNERS],
+    "file.py": f"from pathlib import Path\nSTART = len(Path(__file__).suffix) - 3\n{OWNERS}",
+    "lambda.ipynb": ["START = 1\nSTART -= 1", OWNERS.replace("zero1_", ""), "zero1_owners = lambda *of: owners(*of)"],
+    "mark.py": f"START = 0\n{OWNERS}",
+    "mark.ipynb": ["START = 0", OWNERS],
+}
+MARKED: dict[str, tuple[str | list[str], str]] = {  # by file, and the reason if it fails
+    "dtype.py": (f"import torch\ntorch.set_default_dtype(torch.float64)\nSTART = 0\n{OWNERS}", ""),
+    "loop.ipynb": (["for START in range(1):\n    pass", OWNERS], "line 1: RuntimeError: what calls something is"),
+    "same/1/other.py": ("from helper import other", ""),
+    "same/1/helper.py": ("def other():\n    return 1\n", ""),
+    "same/2/owners.py": (f"from helper import START\n{OWNERS}", ""),
+    "same/2/helper.py": ("START = 0\n", ""),
+    "SHOUTS.PY": (f"START = 0\n{OWNERS}", ""),
+    "two/06-Copy1.py": (f"START = 1\n{OWNERS}", "06-Copy1.py counts, and 06.py has a zero1_owners, too"),
+    "two/06.py": (f"START = 0\n{OWNERS}", "06-Copy1.py counts, and 06.py has a zero1_owners, too"),
+}
+
+
 def write(path: Path, source: str | list[str]) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     cells = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in source]) if isinstance(source, list) else None
     path.write_text(str(source) if cells is None else nbformat.writes(cells))
 
@@ -93,6 +127,25 @@ def test_every_submission_gets_its_mark(folder: Path) -> None:
         if student != "hal":  # what is done to his own verdict is his; the next student's is untouched
             assert marks[student].verdict == verdict, marks[student]
         assert words in marks[student].reason, marks[student]
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_python_and_jupyter_read_is_read(tmp_path: Path, monkeypatch, name: str) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write(tmp_path / name, READ[name])
+    if "mark" in name:  # that of an editor on Windows, before the first character
+        (tmp_path / name).write_text((tmp_path / name).read_text(), encoding="utf-8-sig")
+    assert read_submission(str(tmp_path / name)).module.zero1_owners({"weight": 3}, 2, 0) == {"weight": (0, 2)}
+
+
+def test_what_is_marked_does_not_depend_on_a_name_or_a_default(tmp_path: Path) -> None:
+    for name, (source, _) in MARKED.items():
+        write(tmp_path / name, source)
+    marks = {mark.student: mark for mark in grade(tmp_path, [find("zero1.owners")])}
+    for name, (_, reason) in MARKED.items():
+        mark = marks[Path(name).parts[0].partition(".")[0]]
+        assert bool(mark.points) != bool(reason), mark
+        assert reason in mark.reason, mark
 
 
 def test_marks_are_printed_as_json_whatever_submissions_print(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ def whole_parameters(sizes, num_ranks, rank):
     return {name: (0, size) for place, (name, size) in enumerate(sizes.items()) if place % num_ranks == rank}
 
 
+def lengths_in_place_of_ranges(sizes, num_ranks, rank):
+    return {name: stop - start for name, (start, stop) in right_owners(sizes, num_ranks, rank).items()}
+
+
 empty_ranges = partial(right_owners, keep_empty=True)
 offsets_on_the_line = partial(right_owners, flat=True)
 padding_too = partial(right_owners, past_the_end=True)
@@ -105,6 +109,13 @@ def largest_with_sign(comm, shards, norm_type):
     total = torch.cat([torch.zeros(1, dtype=torch.float64), *shards]).max()
     comm.all_reduce(total, reduction="max").wait()
     return total
+
+
+def sends_float32(comm, shards, norm_type):
+    """Torch's default: half of the digits are lost on the way."""
+    total = torch.tensor(local_norm(comm, shards, norm_type).item() ** 2)
+    comm.all_reduce(total).wait()
+    return total**0.5
 
 
 def asks_twice(comm, shards, norm_type):

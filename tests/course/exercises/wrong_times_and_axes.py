@@ -39,6 +39,17 @@ def share_in_place_of_a_time(messages, compute, waits):
     return hidden / (hidden + exposed), exposed
 
 
+def exchanged(messages, compute, waits):
+    return right_overlap(messages, compute, waits)[::-1]
+
+
+def all_waits_taken_off(messages, compute, waits):
+    """Also those in which nothing is sent."""
+    hidden, exposed = right_overlap(messages, compute, [])
+    waited = sum(right_overlap(waits, [], []))
+    return hidden - waited, exposed + waited
+
+
 def latency_forgotten(layers, latency_us, bytes_per_us):
     return right_link(layers, 0, bytes_per_us)
 
@@ -64,6 +75,18 @@ def all_in_one(layers, latency_us, bytes_per_us):
     return len(layers)
 
 
+def may_not_end_at_once(layers, latency_us, bytes_per_us):
+    return right_link(layers, latency_us + 1e-6, bytes_per_us)
+
+
+def divisors_alone(layers, latency_us, bytes_per_us):
+    return next(k for k in range(right_link(layers, latency_us, bytes_per_us), len(layers) + 1) if len(layers) % k == 0)
+
+
+def last_layer_first(layers, latency_us, bytes_per_us):
+    return right_link(layers[::-1], latency_us, bytes_per_us)
+
+
 def none_hides(layers, latency_us, bytes_per_us):
     found = right_link(layers, latency_us, bytes_per_us)
     return found if found < len(layers) else None
@@ -83,6 +106,10 @@ def half_the_budget_each(sizes, budget, prefetch):
 
 def never_full(sizes, budget, prefetch):
     return right_units(sizes, max(budget - 1, *sizes), prefetch)
+
+
+def first_layers_alone(sizes, budget, prefetch):
+    return [unit[0] for unit in right_units(sizes, budget, prefetch)]
 
 
 def by_size(sizes, budget, prefetch):
@@ -178,6 +205,18 @@ def first_shard_only(comm, shards, scale):
     return (None, scale / 2) if wrong.item() else ([shard / scale for shard in shards], scale)
 
 
+def largest_alone(comm, shards, scale):
+    """Minus infinity is never the largest."""
+    largest = torch.tensor([max((shard.max().item() for shard in shards), default=0.0)], dtype=torch.float64)
+    is_wrong = (~largest.isfinite()).double()
+    comm.all_reduce(is_wrong, reduction="max").wait()
+    return (None, scale / 2) if is_wrong else ([shard / scale for shard in shards], scale)
+
+
+def scale_by_heart(comm, shards, scale):
+    return right_unscale(comm, shards, 1024.0)
+
+
 def sends_everything(comm, shards, scale):
     for shard in shards[:1]:
         comm.all_reduce(shard.clone()).wait()
@@ -199,3 +238,28 @@ forgets_to_weigh = partial(right_merge, weigh=torch.ones_like)
 weighs_by_logarithms = partial(right_merge, weigh=lambda share: 1 + share)
 sums_exponentials = partial(right_merge, both=lambda one, other: (one.exp() + other.exp()).log())
 keeps_the_larger = partial(right_merge, both=torch.maximum)
+
+
+def exponentials_over(largest, one, other):
+    """With what is taken off every exponent."""
+    (output, log_sum), (other_output, other_log_sum) = one, other
+    weights = (log_sum - largest).exp(), (other_log_sum - largest).exp()
+    total = sum(weights)
+    merged = (weights[0] * output + weights[1] * other_output) / total
+    return {"output": merged, "log_sum": largest + total.log()}
+
+
+def over_the_first_part(one, other):
+    return exponentials_over(one[1], one, other)
+
+
+def over_the_largest_of_all_queries(one, other):
+    return exponentials_over(torch.maximum(one[1], other[1]).max(), one, other)
+
+
+def sums_by_heart(comm, sums, num_micro_batches):
+    return right_finish(comm, sums, 4)
+
+
+def counted_from_one(num_ranks, num_micro_batches, rank):
+    return [f"{action[:2]}{int(action[2:]) + 1}" for action in right_schedule(num_ranks, num_micro_batches, rank)]

@@ -19,11 +19,13 @@ Intervals = Sequence[tuple[float, float]]
 # One for each way in which definitions differ.
 INTERVALS: dict[str, tuple[Intervals, Intervals, Intervals]] = {  # messages, compute, waits
     "two messages at once": ([(0, 10), (2, 4)], [(0, 5)], []),
+    "compute that begins late": ([(0, 10)], [(4, 7)], []),
     "a gap in which nothing is sent": ([(0, 4), (16, 20)], [(4, 16)], []),
     "a block inside the model": ([(0, 10), (20, 30)], [(5, 25), (8, 12)], []),
     "compute that waits for the message": ([(0, 10)], [(0, 10)], [(2, 10)]),
     "no compute": ([(0, 10), (5, 12)], [], []),
     "no communication": ([], [(0, 10)], []),
+    "a wait that is longer than the message": ([(0, 4)], [(0, 10)], [(3, 6)]),
     # No grid of moments holds them all.
     "bounds that are no whole numbers, in any order": ([(3.5, 9.2718), (0.5, 4)], [(6, 8), (1, 3.7321)], [(6.5, 7)]),
 }
@@ -54,13 +56,14 @@ OVERLAP = Exercise.of(
 
 Layers = Sequence[tuple[float, int]]  # microseconds of backward, bytes of gradients
 
-# Equal layers with a last bucket that is not full, unequal ones, and links that are fast, slow or far.
+# Equal layers with a last bucket that is not full, unequal ones, links that are fast, slow or far, and no slack.
 LINKS: dict[str, tuple[Layers, float, float]] = {  # layers, latency in us, bytes per us
     "only the latency is too long": ([(100, 8)] * 6, 240, 1000),
     "layers that differ": ([(300, 400), (20, 4000), (200, 800), (200, 800), (50, 1600), (250, 400)], 100, 20),
     "8 equal layers": ([(100, 1000)] * 8, 150, 20),
     "a link that keeps up with every layer": ([(100, 800)] * 4, 10, 20),
     "a link that never keeps up": ([(100, 4000)] * 5, 50, 20),
+    "a message ends as the next is ready": ([(100, 4000), (100, 1600), (200, 1600), (100, 800), (300, 1600)], 20, 20),
 }
 
 

@@ -1,6 +1,7 @@
 """Exercises of notebooks 06, 08 and 09: the norm of shards, units within a budget, a step that all skip or none."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import inf, nan
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from shardlab.comm import Communicator
 from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Traffic
+from shardlab.course.exercises.values import whole_number
 from shardlab.vocabulary import Collective
 
 ONE_NUMBER = (8,)  # bytes of a float64
@@ -92,9 +94,10 @@ def _held_bytes(units: Units, sizes: Sequence[int], prefetch: int) -> list[int]:
 def gather_units(function: Function, comm: Communicator, sizes: Sequence[int], budget: int, prefetch: int) -> Measured:
     """A forward that gathers the learner's units, each in one message."""
     found: Any = function(list(sizes), budget, prefetch)
-    if found is None:  # a forgotten return
-        return Measured(None)
-    units = [list(unit) for unit in found]
+    try:
+        units: list[list[Any]] = [[whole_number(index) for index in unit] for unit in found]
+    except TypeError:  # a forgotten return, too
+        return Measured({"layers": "no list of lists of indices came back"})
     layers = [index for unit in units for index in unit]
     if layers != list(range(len(sizes))):
         return Measured({"layers": layers})
@@ -111,19 +114,19 @@ UNITS = Exercise.of(
 )  # fmt: skip
 
 
-SCALE = 1024.0
-# Nothing wrong, inf and NaN on one rank, both signs, no shards, one rank.
-UNSCALE_SHARDS: dict[str, tuple[list[list[float]], ...]] = {  # of each rank
-    "an inf on rank 1": ([[1024.0]], [[3.0, inf]]),
-    "all are finite": ([[1024.0, 2048.0], [0.0]], [[-512.0]]),
-    "a NaN on rank 0": ([[nan, 1.0], [2.0]], [[1024.0]], [[8.0]]),
-    "+inf and -inf on two ranks": ([[inf]], [[-inf]]),
-    "rank 0 has no shards": ([], [[1024.0], [inf]]),
-    "1 rank": ([[2048.0, -1024.0]],),
+# Nothing wrong, inf and NaN on one rank, both signs, no shards, no other element so small, one rank.
+UNSCALE_SHARDS: dict[str, tuple[float, list[list[list[float]]]]] = {  # the scale, and what each rank has
+    "an inf on rank 1": (1024.0, [[[1024.0]], [[3.0, inf]]]),
+    "all are finite": (1024.0, [[[1024.0, 2048.0], [0.0]], [[-512.0]]]),
+    "a NaN on rank 0": (1024.0, [[[nan, 1.0], [2.0]], [[1024.0]], [[8.0]]]),
+    "+inf and -inf on two ranks": (1024.0, [[[inf]], [[-inf]]]),
+    "rank 0 has no shards": (1024.0, [[], [[1024.0], [inf]]]),
+    "-inf on rank 0": (256.0, [[[-inf, 1.0]], [[1024.0]]]),
+    "1 rank": (512.0, [[[2048.0, -1024.0]]]),
 }
 
 
-def unscale_case(words: str, *shards: list[list[float]]) -> Case:
+def unscale_case(words: str, scale: float, shards: list[list[list[float]]]) -> Case:
     """precision_unscale(comm, shards, scale): undo the scaling of the loss, on all ranks or on none.
 
     shards is this rank's list of float64 gradients of a loss that was multiplied by scale; it may be empty. If every
@@ -139,9 +142,10 @@ def unscale_case(words: str, *shards: list[list[float]]) -> Case:
     tensors = [[torch.tensor(shard, dtype=torch.float64) for shard in of_rank] for of_rank in shards]
     is_finite = all(bool(shard.isfinite().all()) for of_rank in tensors for shard in of_rank)
     num_ranks = len(shards)
-    wanted = tuple([[shard / SCALE for shard in own], SCALE] if is_finite else [None, SCALE / 2] for own in tensors)
+    wanted = tuple([[shard / scale for shard in own], scale] if is_finite else [None, scale / 2] for own in tensors)
     traffic = Traffic.alike(Collective.ALL_REDUCE, ONE_NUMBER, num_ranks)
-    return Case(words, tuple((own, SCALE) for own in tensors), wanted, traffic)
+    traffic = replace(traffic, least_bytes=traffic.least_bytes / ONE_NUMBER[0])  # a byte says as much
+    return Case(words, tuple((own, scale) for own in tensors), wanted, traffic)
 
 
 UNSCALE = Exercise.of(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh, Communicator
 from shardlab.context import positions_of
-from shardlab.course.exercises.exercise import Case, Exercise, Function, Traffic, call_without_ranks
+from shardlab.course.exercises.exercise import Case, Exercise, Function, Measured, Traffic, call_without_ranks
 from shardlab.course.exercises.values import numbers_in
 from shardlab.engines import DDP, Engine
 from shardlab.pipeline import Pipeline
@@ -73,7 +73,8 @@ def do_schedule(function: Function, mesh: BaseMesh, num_ranks: int, num_micro_ba
         schedule = _read(lists, num_micro_batches)
         play(schedule, SLOTS)
     except ValueError as error:
-        return {"schedule": str(error), "idle slots": None, "micro-batches held": None, "gradients": None}
+        unknown = {"schedule": "none", "idle slots": None, "micro-batches held": None, "gradients": None}
+        return Measured(unknown, fault=str(error))
     model, inputs, targets = _problem(num_ranks, num_micro_batches)
     pipeline = Pipeline(model, schedule, mesh, tuple(map(str, range(1, num_ranks))))
     with Engine(pipeline.module, lambda params: torch.optim.SGD(params, 0.1), mesh, DDP()) as engine:
@@ -112,7 +113,7 @@ def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     """
     sums = [[torch.arange(1.0, 3 + rank, dtype=torch.float64) * (-1) ** rank] for rank in range(num_ranks)]
     means = [[gradient / num_micro_batches for gradient in own] for own in sums]
-    norm = torch.cat([gradient for own in means for gradient in own]).norm()
+    norm = torch.cat([gradient for own in means for gradient in own]).norm().item()  # a number is one, too
     traffic = Traffic.alike(Collective.ALL_REDUCE, [8], num_ranks)
     return Case(
         words, tuple((own, num_micro_batches) for own in sums),
@@ -121,7 +122,7 @@ def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
 
 
 FINISH = Exercise.of(
-    "pipeline.finish", finish_case, "18_pipelines", {"2 stages": (2, 4), "3 stages": (3, 4)},
+    "pipeline.finish", finish_case, "18_pipelines", {"2 stages": (2, 4), "3 stages": (3, 5)},
     drawn=lambda result: numbers_in(result["norm"]), drawn_words="the norm",
 )  # fmt: skip
 
@@ -166,7 +167,7 @@ PARTS = Exercise.of(
 )  # fmt: skip
 
 
-def merge_case(words: str, added: float, first_unseen: int) -> Case:
+def merge_case(words: str, added: Sequence[float], unseen: slice) -> Case:
     """context_merge(one, other): attention to all keys, from that to each of two parts of them.
 
     Each part is a pair (output, log_sum): output is [queries, d], float64, the values' mean with softmax weights over
@@ -180,8 +181,8 @@ def merge_case(words: str, added: float, first_unseen: int) -> Case:
     """
     generator = torch.Generator().manual_seed(0)
     scores, values = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((2, 5), (5, 3)))
-    scores += added
-    scores[0, first_unseen:] = -torch.inf
+    scores += torch.tensor(added).view(-1, 1)
+    scores[0, unseen] = -torch.inf
     whole, *parts = (
         (scores[:, keys].softmax(-1).nan_to_num() @ values[keys], scores[:, keys].logsumexp(-1, keepdim=True))
         for keys in (slice(None), slice(3), slice(3, None))
@@ -191,7 +192,11 @@ def merge_case(words: str, added: float, first_unseen: int) -> Case:
 
 MERGE = Exercise.of(
     "context.merge", merge_case, "19_long_sequences",
-    {"3 and 2 keys": (0, 5), "scores around 1000": (1000, 5), "a query that sees one part": (0, 3)},
+    {
+        "3 and 2 keys": ((0, 0), slice(0)), "scores around 1000": ((1000, 1000), slice(0)),
+        "a query that sees one part": ((0, 0), slice(3, 5)), "a query that sees the other part": ((0, 0), slice(3)),
+        "scores around 1000 of one query": ((1000, 0), slice(0)),
+    },
     attempt=call_without_ranks,
     drawn=lambda result: _row(result["output"]), drawn_words="the outputs",
 )  # fmt: skip

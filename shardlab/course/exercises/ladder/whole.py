@@ -62,11 +62,12 @@ def ddp_cases() -> list[Case]:
 def bucketed_cases() -> list[Case]:
     """whole_bucketed: data parallel in buckets that leave during backward.
 
-    self.bucket_bytes is the capacity of a bucket; it is set to 600 before lay_out(given), which returns what
-    super().lay_out(given) returns, once your buckets are made. grad_ready(param, sends=...) comes when autograd has
-    added to param.grad; sends is False inside no_sync(). make_means() comes when backward has ended. On the virtual
-    clock each gradient takes 40 us, and a message 10 us and 1 us for every 8 bytes: in at most 4 messages of at most
-    600 bytes, 620 us suffice for forward, backward and what is exposed.
+    bucket_bytes, which your class has, is the capacity of a bucket; before lay_out(given) the check sets it, to 600
+    where it weighs. lay_out(given) returns what super().lay_out(given) returns, once your buckets are made.
+    grad_ready(param, sends=...) comes when autograd has added to param.grad; sends is False inside no_sync().
+    make_means() comes when backward has ended. On the virtual clock each gradient takes 40 us, and a message 10 us and
+    1 us for every 8 bytes: in at most 4 messages of at most 600 bytes, 620 us suffice for forward, backward and what is
+    exposed.
 
     Hints:
     - Backward goes from the last parameter to the first: fill buckets in that order.

@@ -11,7 +11,7 @@ from shardlab.comm import Communicator, Pending
 from shardlab.course.exercises.exercise import (  # isort: skip
     Case, Exercise, Function, Measured, Traffic, VirtualClock, call_without_ranks,
 )  # fmt: skip
-from shardlab.course.exercises.values import numbers_in
+from shardlab.course.exercises.values import numbers_in, plain, whole_number
 from shardlab.partition.chunks import ParamSpec
 from shardlab.partition.flat import flat_layout
 from shardlab.partition.ring_cost import ring_wire_bytes
@@ -45,24 +45,28 @@ def owners_case(words: str, num_ranks: int, sizes: dict[str, int]) -> Case:
 def _wanted(sizes: Mapping[str, int], num_ranks: int, rank: int) -> dict[str, object]:
     layout = flat_layout([ParamSpec(name, (size,), 1) for name, size in sizes.items()], num_ranks)
     ranges = {piece.name: (piece.param_start, piece.param_stop) for piece in layout.pieces(rank)}
-    return {"ranges": ranges, "held": _held(ranges, sizes), "ranks that step": torch.ones(sum(sizes.values()))}
+    held = _held(ranges, sizes)
+    return {"ranges": ranges, "held": held, "ranks that step": torch.ones_like(held)}
 
 
 def step_what_is_owned(function: Function, comm: Communicator, sizes: Mapping[str, int]) -> dict[str, object]:
     """Every rank steps what its ranges say; counted over the ranks, each element must have been stepped once."""
     ranges = function(dict(sizes), comm.num_ranks, comm.rank)
-    held = _held(ranges, sizes) if isinstance(ranges, Mapping) else torch.zeros(sum(sizes.values()))
+    held = _held(ranges if isinstance(ranges, Mapping) else {}, sizes)
     steps = held.clone()
     comm.all_reduce(steps, tag="ranks that step").wait()
     return {"ranges": ranges, "held": held, "ranks that step": steps}
 
 
 def _held(ranges: Mapping[str, Any], sizes: Mapping[str, int]) -> Tensor:
-    """1 for each element of the line that is in a range, else 0."""
-    whole = {name: torch.zeros(size) for name, size in sizes.items()}
+    """1 for each element of the line that is in a range, else 0; what is no range holds nothing."""
+    whole = {name: torch.zeros(size, dtype=torch.float32) for name, size in sizes.items()}  # whatever the default is
     for name in ranges.keys() & whole.keys():
-        start, stop = ranges[name]
-        whole[name][start:stop] = 1
+        pair = plain(ranges[name])
+        pair = pair.tolist() if isinstance(pair, Tensor) else pair
+        bounds = [whole_number(bound) for bound in pair] if isinstance(pair, list) else []
+        if len(bounds) == 2 and None not in bounds:
+            whole[name][slice(*bounds)] = 1
     return torch.cat(list(whole.values()))
 
 
