@@ -108,8 +108,9 @@ class CompareConfig(CompareOptions):
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
                 raise ValueError(f"{field}: {value} is not a finite number above 0")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed: {self.seed} was given; it must be a whole number of 64 bits")
+        for field, value in vars(self).items():
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{field}: {value} was given; it must be a whole number of 64 bits")
 
     def _check_pipe(self) -> None:
         """Make the schedules of the axis of stages."""

@@ -112,6 +112,7 @@ WRONG_TYPES = (
     ("text", None, "text: None was given; it must be a text"),
     ("sequence_parallel", 1, "sequence_parallel: 1 was given; it must be True or False"),
     ("seed", 2**64, "seed: 18446744073709551616 was given; it must be a whole number of 64 bits"),
+    ("accumulation", 2**64, "accumulation: 18446744073709551616 was given; it must be a whole number of 64 bits"),
 )
 
 
