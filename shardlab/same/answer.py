@@ -136,6 +136,9 @@ def _apart(ranks: Sequence[Notes]) -> list[Line]:
 
 def _skipped(ranks: Sequence[Notes]) -> list[Line]:
     """Where ranks have called backward or step unequally often."""
+    if idle := [rank for rank, one in enumerate(ranks) if not one.steps]:
+        words = f"rank {listed(idle)} takes no step, and others do: where these send it their weights that may be right"
+        return [(UNKNOWN, words), ("NEXT", "let each rank step gradients that are reduced over all")]
     for number in range(max(len(one.steps) for one in ranks)):
         steps = [one.steps[number] if number < len(one.steps) else None for one in ranks]
         counts = ["none" if one is None else str(len(one.backwards)) for one in steps]

@@ -171,6 +171,11 @@ def test_a_rank_that_waits_for_one_whose_script_has_ended_says_so():
     assert "gloo" in enough  # it was ended by us
 
 
+def test_a_rank_that_steps_for_all_is_no_mistake_that_is_seen():
+    said = str(early([noted(ROWS[0]), Notes(has_ended=True)]))
+    assert said.startswith("CANNOT BE SAID  rank 1 takes no step, and others do: where these send it their weights")
+
+
 def test_an_optimizer_that_one_rank_makes_anew_is_named():
     ranks = [Notes([noted([row[0]]).steps[0] for _ in range(2)]) for row in ROWS]
     for one, number in zip(ranks, (0, 1), strict=True):
