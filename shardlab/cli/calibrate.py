@@ -67,10 +67,12 @@ def calibrate(
     if device == "cuda":
         refuse_others(context, ("out", "device"), "of ranks on the CPU, and not of a card")
         return _calibrate_card(out)
+    from shardlab.launch.placement import MOST_RANKS
+
     ranks = ranks or ("2" if quick else "2,4")
     counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
-    if not counts or min(counts) < 2:
-        raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 on, such as 2,4")
+    if not counts or min(counts) < 2 or max(counts) > MOST_RANKS:
+        raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 to {MOST_RANKS}, such as 2,4")
     if not limit > 0:
         raise ValueError(f"limit: {limit:g} is given; give seconds above 0")
     return _calibrate_ranks(counts, out, limit, quick=quick)

@@ -23,6 +23,7 @@ from shardlab.planner.setup import STRATEGIES
 PANELS = {"params": "Of a number of parameters", "workload": "Of a workload"}
 OF_PARAMS, OF_WORKLOAD = (partial(typer.Option, rich_help_panel=panel) for panel in PANELS.values())
 BUCKET_MIB = DEFAULT_BUCKET_BYTES / 2**20
+MOST = 10**9  # ranks: numbers of tables have 64 bits
 KEPT_HERE = (
     " * takes no precision, and keeps the dtype of the model. Of the others parameters travel in 16 bits; gradients "
     "are kept and travel in 32: as --params counts with --precision 2+4+4+4+4, but for the 16-bit copy of parameters "
@@ -122,9 +123,9 @@ def plan(
     if bool(params) == bool(workload):
         raise ValueError("params, workload: give one of them: --params 7.5B, or --workload train.py:workload")
     ranks = max(tp, pipe) if ranks is None and max(tp, pipe) > 1 else ranks
-    if ranks is None or ranks < 1:
+    if ranks is None or not 1 <= ranks <= MOST:
         given = "none were" if ranks is None else f"{ranks} was"
-        raise ValueError(f"ranks: {given} given; give 1 or more, for example --ranks 8")
+        raise ValueError(f"ranks: {given} given; give 1 to {MOST:,}, for example --ranks 8")
     kind, others = ("params", PANELS["workload"]) if params else ("workload", PANELS["params"])
     options = context.command.params
     allowed = {option.name for option in options if getattr(option, "rich_help_panel", None) != others}

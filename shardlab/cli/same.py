@@ -38,7 +38,12 @@ def same(
     if env is not None and ranks not in (None, env.world_size):
         raise ValueError(f"ranks: {ranks} is given, but torchrun started {env.world_size}; leave --ranks out")
     number = env.world_size if env is not None else 2 if ranks is None else ranks
-    of_one = None if alone is None else tuple(shlex.split(alone))
+    if not limit_s > 0:
+        raise ValueError(f"limit-s: {limit_s:g} is given; it must be a number of seconds above 0")
+    try:
+        of_one = None if alone is None else tuple(shlex.split(alone))
+    except ValueError as error:
+        raise ValueError(f"alone: {alone!r} is given, and cannot be read ({error}); give it as '--tp 1'") from None
     job = Job(script, tuple(arguments or ()), number, steps, float64, dropout, of_one)
 
     def run() -> int:

@@ -37,6 +37,7 @@ from shardlab.experiment.trained.pipelined import (  # isort: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
+MOST = {"timeout_s": 1e9, "learning_rate": 1e30}  # what a timedelta, and float32, can be
 DATA_AXES = {MeshAxis.DATA, MeshAxis.REPLICA, MeshAxis.SHARD}
 # What a workload of one's own says itself.
 BUILTIN_FIELDS = ("model", "text", "seq_len", "learning_rate", "sequence_parallel")
@@ -106,10 +107,13 @@ class CompareConfig(CompareOptions):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
-            if (value := getattr(self, field)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"{field}: {value} is not a finite number above 0")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed: {self.seed} was given; it must be a whole number of 64 bits")
+            most = MOST.get(field, math.inf)
+            if (value := getattr(self, field)) is not None and not 0 < value < most:
+                below = "" if most == math.inf else f" and below {most:g}"
+                raise ValueError(f"{field}: {value} is not a finite number above 0{below}")
+        for field, value in vars(self).items():
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise ValueError(f"{field}: {value} was given; it must be a whole number of 64 bits")
 
     def _check_pipe(self) -> None:
         """Make the schedules of the axis of stages."""

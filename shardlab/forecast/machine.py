@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from shardlab.planner.gpu import why_unread
+
 FORMAT = 2
 REACH = 2.0  # by which factor the seconds of a step may differ from those of one that was run, to be like it
 
@@ -131,10 +133,9 @@ class Machine:
             ranks = {key: RankCosts.read(costs) for key, costs in found.pop("ranks").items()}
             validated, probes = tuple(tuple(row) for row in found.pop("validated")), tuple(found.pop("probes"))
             return cls(ranks=ranks, validated=validated, probes=probes, **found)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"calibration: {path} cannot be read ({error!r}); make one by: shardlab calibrate"
-            ) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"calibration: {path} cannot be read ({why_unread(error)}); make one by: shardlab calibrate"
+            raise ValueError(why) from None
 
     def misses(self, strategy: str, ranks: int, seconds: float) -> str:
         """How far forecasts missed, and the validated step that is nearest to one, in a sentence."""

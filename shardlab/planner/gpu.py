@@ -33,6 +33,15 @@ POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 MEMORY = re.compile(r"([0-9]*\.?[0-9]+)\s*([kmgtKMGT])(i?)B")  # a small b would be bits
 
 
+def why_unread(error: Exception) -> str:
+    """Why a file that calibrate should have written cannot be read: without what it holds instead."""
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    if isinstance(error, UnicodeDecodeError):
+        return "it is no text"
+    return str(error) if isinstance(error, ValueError) else "it holds something else"
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What is known of a GPU. Without ``peaks`` no step can be forecast for it, and what follows them is not known.
@@ -126,9 +135,8 @@ class Gpu:
                 raise ValueError("it is of another version of shardlab")
             return cls(**{**found, "link": Link.parse(found["link"])})
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"gpu: {path} cannot be read ({error!r}); make one by: shardlab calibrate --device cuda --out {path}"
-            ) from None
+            why = f"gpu: {path} cannot be read ({why_unread(error)}); make one by: "
+            raise ValueError(f"{why}shardlab calibrate --device cuda --out {path}") from None
 
     def write(self, path: Path) -> None:
         """Write it as JSON, which reads as text."""

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 
 from shardlab.same.causes import Line, causes, in_forward, named, short
+from shardlab.same.coefficients import listed
 from shardlab.same.compare import Found, compare
 from shardlab.same.notes import Cleared, Notes, Step, UnlikeError, same_tensors
 from shardlab.same.wholes import place_by_hand
@@ -101,6 +102,12 @@ def _unfit(processes: Sequence[Notes], where: str = "") -> list[Line]:
 def _ended(processes: Sequence[Notes], where: str = "") -> list[Line]:
     """A process that has not come to its last step, though all have done the same so far."""
     ends = [(rank, one) for rank, one in enumerate(processes) if one.error]
+    gone = [str(rank) for rank, one in enumerate(processes) if not one.error and not one.has_enough]
+    if gone and ends and ends[0][1].left_by_others and ends[0][1].has_ended:
+        rank, one = ends[0]
+        words = f"after {len(one.steps)} steps rank {rank} waits for rank {', '.join(gone)}, whose script has ended"
+        advice = "give all ranks as many batches, or let them decide alike when to end, by a flag that they reduce"
+        return [(UNKNOWN, where + words), ("NEXT", advice)]
     return [(UNKNOWN, f"{where}rank {rank}, after {len(one.steps)} steps: {one.error}") for rank, one in ends[:1]]
 
 
@@ -129,6 +136,9 @@ def _apart(ranks: Sequence[Notes]) -> list[Line]:
 
 def _skipped(ranks: Sequence[Notes]) -> list[Line]:
     """Where ranks have called backward or step unequally often."""
+    if idle := [rank for rank, one in enumerate(ranks) if not one.steps]:
+        words = f"rank {listed(idle)} takes no step, and others do: where these send it their weights that may be right"
+        return [(UNKNOWN, words), ("NEXT", "let each rank step gradients that are reduced over all")]
     for number in range(max(len(one.steps) for one in ranks)):
         steps = [one.steps[number] if number < len(one.steps) else None for one in ranks]
         counts = ["none" if one is None else str(len(one.backwards)) for one in steps]
@@ -139,6 +149,14 @@ def _skipped(ranks: Sequence[Notes]) -> list[Line]:
                 ("CAUSE", f"rank {rank} skips a step, takes one more, or takes micro-batches that others do not"),
                 ("WHERE", f"the step at {next(short(one.line) for one in steps if one is not None)}"),
                 ("NEXT", "let all ranks decide alike, for example by a flag that is reduced over them"),
+            ]
+        which = [one.optimizer for one in steps if one is not None]
+        if other := next((rank for rank, one in enumerate(which) if one != which[0]), 0):
+            return [
+                (DIFFERENT, f"step {number}, in the number of the optimizer that steps: {listed(which)}, by rank"),
+                ("CAUSE", f"rank {other} steps by another optimizer than rank 0: one that is made anew has no state"),
+                ("WHERE", f"the step at {short(ranks[other].steps[number].line)}"),
+                ("NEXT", "make, load and step optimizers alike on all ranks"),
             ]
     return []
 
@@ -198,8 +216,8 @@ def _other_losses(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], 
     ratios = (theirs / may_be[0]).reshape(len(theirs), -1)
     rank, micro = divmod(int((ratios - 1).abs().argmax()), ratios.shape[1])
     may = "rows that were not seen, noise, a loss that reads the rank, or a forward in which ranks exchange activations"
-    if divided and not _same_rows(ranks[:2]):
-        may = "ranks 0 and 1 divide parameters and are given different rows, or " + may
+    if (other := 1 if divided else _divides_by_dtensor(ranks)) and not all(_given_alike([ranks[0], ranks[other]])):
+        may = f"ranks 0 and {other} divide parameters and are given different rows, or {may}"
     elif divided:
         lines = dict.fromkeys(short(one.line) for step in ranks[0].steps for one in in_forward(step))
         may += f" at {', '.join(lines)} (a bias that each of them adds counts several times)"
@@ -287,11 +305,24 @@ def _same_rows(ranks: Sequence[Notes]) -> bool:
 
 
 def _repeated(ranks: Sequence[Notes]) -> list[bool]:
+    """As ``_given_alike``; empty where ranks divide a model by DTensor, and share rows by design."""
+    return [] if _sends_by_dtensor(ranks) else _given_alike(ranks)
+
+
+def _sends_by_dtensor(ranks: Sequence[Notes]) -> bool:
+    """Whether DTensor sends in forward or backward; what it sends after these is of the gradients' norm."""
+    every = ((step, sent) for one in ranks for step in one.steps for sent in step.messages)
+    return any(sent.caller == "dtensor" and sent.backward < len(step.backwards) for step, sent in every)
+
+
+def _divides_by_dtensor(ranks: Sequence[Notes]) -> int:
+    """The first rank that computes with other pieces than rank 0; 0 if there is none."""
+    places = [{part.key for part in one.steps[0].weights} for one in ranks]
+    return next((rank for rank, own in enumerate(places) if own != places[0] and _sends_by_dtensor(ranks)), 0)
+
+
+def _given_alike(ranks: Sequence[Notes]) -> list[bool]:
     """Of each forward that is given tensors, whether all ranks are given the same."""
-    # Ranks that divide a model by DTensor share rows by design.
-    steps = [step for one in ranks for step in one.steps]
-    if any(one.caller == "dtensor" and one.backward < len(step.backwards) for step in steps for one in step.messages):
-        return []  # those after the last backward are of the gradients' norm
     calls = [[call for step in one.steps for some in step.calls.values() for call in some] for one in ranks]
     given = [[{at: one for at, one in enumerate(call.given) if one is not None} for call in some] for some in calls]
     rows = [[one for one in some if one] for some in given]

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import hypot, isclose
 
 import torch
@@ -129,6 +130,8 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
     if known := _clipped_apart(found, ranks, step) or _divided_apart(found, ranks, step, names):
         return known
     said, expected, sent = list[Cause](), found.unions[step], ranks[on].steps[step].messages
+    if found.is_together:  # its loss is of other rows than a rank's
+        expected = replace(expected, loss_times=1.0)
     sizes = sorted({len(one.ranks) for rank in ranks for one in rank.steps[step].messages})
     for group, mixed in _grouped(found, step, names, on):
         messages = [one for one in sent if {*group} & {*one.names}]

@@ -135,6 +135,9 @@ def meaning(
         if expected.is_undivided and near(common, 1 / num_ranks):
             words = f"times {common:.4g}: losses are not divided by the micro-batches, of which one process has "
             return f"{words}{num_ranks} times as many", "divide each loss by the number of micro-batches in its step"
+        if near(common, num_ranks) and near(expected.loss_times, num_ranks):
+            words = f"times {common:.4g}: each loss is {common:.4g} times that of one process on the same rows"
+            return words, "multiply losses by no number of ranks, or divide gradients by it once more"
         return _factor_said(common, num_ranks, expected.micro_batches, sizes)
     if not mixed.is_unique:
         words = "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ"
@@ -157,7 +160,10 @@ def _micro_batches_said(mixed: Mixture, rank: int, num_ranks: int) -> Said | Non
     kept = mixed.common([key for key in mixed.of if key[1] not in lost])
     if lost and kept is not None:
         words = f"only {_micro_batches(of.keys() - lost, last)} left{'' if near(kept, 1.0) else f', times {kept:.3g}'}"
-        return f"{words}: what the others brought is lost", "clear gradients once a step, and not before each backward"
+        advice = "clear gradients once a step, and not before each backward"
+        if last in lost:  # clearing leaves the last
+            advice = "reduce what has been accumulated after the last micro-batch, and not before"
+        return f"{words}: what the others brought is lost", advice
     if alone and len(alone) <= last:
         words = f"only {_micro_batches(of.keys() - alone - lost, last)} reduced: of the others, rank {rank} has "
         advice = "reduce what has been accumulated, once, after the last micro-batch; leave no_sync() before its "

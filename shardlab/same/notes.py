@@ -229,6 +229,7 @@ class Notes:
         error: by which the script ended; empty if it did not.
         left_by_others: whether that is only that other ranks had ended, or never came.
         refused: why it cannot be judged; empty if it can.
+        has_enough: whether it was ended before its own end, after the steps that were asked for.
         has_ended: whether this is all.
     """
 
@@ -241,4 +242,5 @@ class Notes:
     error: str = ""
     left_by_others: bool = False
     refused: str = ""
+    has_enough: bool = False
     has_ended: bool = False

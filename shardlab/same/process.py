@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import save  # a process alone saves nothing else
 
+from shardlab.launch.placement import MOST_RANKS
 from shardlab.launch.worker import end_with
 from shardlab.recording.record import as_main
 from shardlab.same.alone import Alone, in_a_group_of_one
@@ -41,7 +42,7 @@ class Job:
         alone: its arguments in one process; None if they are the same.
 
     Raises:
-        ValueError: there is no such script; fewer than two ranks; no step.
+        ValueError: there is no such script; fewer than two ranks, or too many; no step.
     """
 
     script: Path
@@ -56,8 +57,14 @@ class Job:
         """Check before anything runs."""
         if not self.script.is_file():
             raise ValueError(f"script: {self.script} is not a file; name a Python script, then its arguments")
+        try:
+            compile(self.script.read_bytes(), self.script, "exec", dont_inherit=True)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"script: {self.script} is no Python script that can be read: {error}") from None
         if self.ranks < 2:
             raise ValueError(f"ranks: {self.ranks} is given; one rank is one process already, so give 2 or more")
+        if self.ranks > MOST_RANKS:
+            raise ValueError(f"ranks: {self.ranks} is given; one machine starts at most {MOST_RANKS}")
         if self.limit < 1:
             raise ValueError(f"steps: {self.limit} is given; it must be 1 or more")
 
@@ -115,7 +122,7 @@ def run(job: Job, folder: Path, kind: str, number: int) -> Notes:
             with capture.listening():
                 script()
         except Enough:
-            pass
+            notes.has_enough = True
         except SystemExit as ending:
             notes.error = "" if ending.code in (None, 0) else f"the script ended with exit code {ending.code}"
         except BaseException as error:

@@ -35,6 +35,7 @@ class Union:
         is_known: whether it is known what each loss is divided by.
         uneven: whether micro-batches of unequal numbers weigh the same.
         is_undivided: whether one process takes the micro-batches of all ranks, and adds up means that nothing divides.
+        loss_times: what each loss of the ranks is of one process's on the same rows, where all are alike; else 1.
         by_micro: of rank and micro-batch, where each micro-batch weighs as much of all ranks' rows as it has of them.
     """
 
@@ -48,6 +49,7 @@ class Union:
     is_known: bool = True
     uneven: bool = False
     is_undivided: bool = False
+    loss_times: float = 1.0
     by_micro: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def weight(self, rank: int, micro: int) -> float:
@@ -95,6 +97,7 @@ def union(ranks: Sequence[Notes], alone: Sequence[Notes], step: int) -> Union:
     brought = {key: gradient for key, gradient in brought.items() if twins[key[0]] == key[0]}
     gradient, micro_batches = _weighted(parts, weights), max(of_a_rank, default=0)
     made = Union(gradient, micro_batches, weights, brought, twins, is_summed, is_counted, all(ratios), uneven)
+    made.loss_times = _loss_times(theirs, own)
     is_cleared = any(one.cleared for one in own)
     if uneven and all(ratios) and not is_cleared and (shares_by_micro := _of_all_ranks(ratios, theirs, own)):
         if micro_batches > 1 and not (any(micro for _, micro in brought) and all(brought.values())):
@@ -125,6 +128,13 @@ def _ratios(step: Step) -> list[float]:
             return []
         found.append(backward.counted[0].summed / backward.loss)
     return found
+
+
+def _loss_times(theirs: Sequence[Step], own: Sequence[Step]) -> float:
+    """See ``Union``."""
+    every = ([backward.loss for one in steps for backward in one.backwards] for steps in (theirs, own))
+    times = [rank / alone if alone else 0.0 for rank, alone in zip(*every, strict=True)]
+    return times[0] if times and all(isclose(one, times[0], rel_tol=1e-4) for one in times) else 1.0
 
 
 def _of_all_ranks(

@@ -210,6 +210,7 @@ LISTS = {
     "lacks.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1\n",
     "twice.csv": "0F0,0F0,0B0\n1F0,1B0\n",
     "right.csv": "0F0,0B0\n1F0,1B0\n",
+    "words.csv": "stage,micro_batch\n0,0\n",
 }
 REFUSED = [
     ({"pipe": 3}, "pipe: 3 does not divide 2 ranks"),
@@ -238,9 +239,10 @@ REFUSED = [
     (of_model(lambda: nn.Bilinear(6, 6, 3).double()), "model: Bilinear does not say where it may be cut"),
     (with_loss(lambda model, batch: model(*batch).sum()), "loss: with pipe it has to call the model with one tensor"),
     ({"schedule": ("stands_still.csv",), "micro_batches": 2}, "it deadlocks: 0B0 of rank 0 waits for 1B0 of rank 1"),
-    ({"schedule": ("lacks.csv",), "micro_batches": 2}, "schedule: 1B1 is missing on rank 1"),
-    ({"schedule": ("twice.csv",), "micro_batches": 1}, "schedule: 0F0 stands twice on rank 0"),
+    ({"schedule": ("lacks.csv",), "micro_batches": 2}, "schedule: lacks.csv: 1B1 is missing on rank 1"),
+    ({"schedule": ("twice.csv",), "micro_batches": 1}, "schedule: twice.csv: 0F0 stands twice on rank 0"),
     ({"schedule": ("right.csv",), "micro_batches": 4}, "micro_batches: 4, and .*right.csv is for 1; set"),
+    ({"schedule": ("words.csv",)}, "schedule: words.csv: action: 'stage' is none; write stage, F, B, I or W"),
     ({"schedule": ("no_text.csv",)}, "schedule: no_text.csv cannot be read: it is no text; name a table of actions"),
 ]
 

@@ -55,7 +55,7 @@ def test_a_calibration_is_a_file_that_reads_as_text(tmp_path):
         machine.costs(3)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 0}', '{"format": 2, "ranks": {"2": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", "5", "{}", '{"format": 0}', '{"format": 2, "ranks": {"2": {}}}'])
 def test_a_file_that_is_none_is_refused(tmp_path, text):
     path = tmp_path / "machine.json"
     path.write_text(text)
@@ -63,3 +63,6 @@ def test_a_file_that_is_none_is_refused(tmp_path, text):
         Machine.load(path)
     with pytest.raises(ValueError, match=r"^calibration: .*missing.json cannot be read"):
         Machine.load(tmp_path / "missing.json")
+    path.write_bytes(b"\xff\x00 secret")
+    with pytest.raises(ValueError, match=r"cannot be read \(it is no text\); make one by"):
+        Machine.load(path)

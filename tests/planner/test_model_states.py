@@ -77,13 +77,18 @@ def test_all_numbers_of_the_paper():
 def test_bad_input_names_the_field():
     for arguments, message in (
         *(((params, 4, "mixed"), "params: .* must be") for params in (0, -5e9, float("nan"), float("inf"), 1.5)),
-        ((7.5e9, 0, "mixed"), "ranks: (0 is too small; it must be at least 1|0 was given; give 1 or more)"),
+        ((7.5e9, 0, "mixed"), "ranks: (0 is too small; it must be at least 1|0 was given; give 1 to)"),
         ((7.5e9, 4, "half"), "precision: 'half' is not one of mixed, fp32"),
     ):
         with pytest.raises(ValueError, match=message):
             model_states(*arguments)
         with pytest.raises(ValueError, match=message):
             planned(*arguments)
+
+
+def test_more_ranks_than_a_table_holds_are_refused():
+    result = CliRunner().invoke(app, ["--params", "7B", "--ranks", "99999999999999999999"])
+    assert "ranks: 99999999999999999999 was given; give 1 to 1,000,000,000" in str(result.exception)
 
 
 def test_plan_prints_json():

@@ -11,7 +11,7 @@ from shardlab.same import watch
 from shardlab.same.answer import answer, early
 from shardlab.same.capture import Capture, drops_nothing
 from shardlab.same.coefficients import meaning, mixture
-from shardlab.same.notes import Backward, Cleared, Counted, Message, Notes, Part, Step, UnlikeError
+from shardlab.same.notes import Backward, Call, Cleared, Counted, Message, Notes, Part, Step, UnlikeError
 from shardlab.same.rows import Rows
 from shardlab.same.steps import Held
 from shardlab.same.union import union
@@ -159,6 +159,62 @@ def test_a_rank_that_has_ended_before_it_called_the_model_has_frozen_nothing():
     known = Notes(shapes={"weight": (2, 4)}, trainable=["weight"], refused="gradients are sparse")
     for ranks in ([known, Notes(error="Connection reset")], [Notes(error="Connection reset"), known]):
         assert str(early(ranks)) == "CANNOT BE SAID  gradients are sparse"
+
+
+def test_a_rank_that_waits_for_one_whose_script_has_ended_says_so():
+    """And not what the library that connects them says."""
+    waits = Notes(noted(ROWS[0]).steps, error="gloo: reset by peer", left_by_others=True, has_ended=True)
+    others = (Notes(noted(ROWS[1]).steps, has_ended=True), Notes(noted(ROWS[1]).steps, has_ended=True, has_enough=True))
+    ended, enough = (str(early([waits, other])) for other in others)
+    assert "after 1 steps rank 0 waits for rank 1, whose script has ended" in ended
+    assert "gloo" not in ended
+    assert "gloo" in enough  # it was ended by us
+
+
+def test_a_rank_that_steps_for_all_is_no_mistake_that_is_seen():
+    said = str(early([noted(ROWS[0]), Notes(has_ended=True)]))
+    assert said.startswith("CANNOT BE SAID  rank 1 takes no step, and others do: where these send it their weights")
+
+
+def test_an_optimizer_that_one_rank_makes_anew_is_named():
+    ranks = [Notes([noted([row[0]]).steps[0] for _ in range(2)]) for row in ROWS]
+    for one, number in zip(ranks, (0, 1), strict=True):
+        one.steps[0].optimizer, one.steps[1].optimizer = 0, number
+    said = str(early(ranks))
+    assert "step 1, in the number of the optimizer that steps: 0, 1, by rank" in said
+    assert "rank 1 steps by another optimizer than rank 0" in said
+
+
+def test_losses_that_are_multiplied_by_the_ranks_are_told_from_gradients_that_nobody_divides():
+    alone, ranks = ([noted([row[0]], loss) for row in ROWS] for loss in (1.0, 2.0))
+    for one in ranks:
+        one.steps[0].stepped = one.steps[0].gradients = [part([1.0, 0, 1.0, 0])]
+    assert "times 2: each loss is 2 times that of one process" in str(answer(ranks, alone))
+
+
+def test_what_comes_after_the_reduction_is_not_said_to_be_cleared():
+    notes = [noted(rows) for rows in ROWS]
+    expected = union(notes, notes, 0)
+    said = {}
+    for ours in ([0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5]):
+        mixed = mixture({"w": torch.tensor(ours, dtype=torch.float64)}, expected, ["w"])
+        said[ours[0]] = meaning(mixed, expected, 0, 2, [2])
+    assert said[0.5][0].startswith("only micro-batch 0 of 2 is left")
+    assert "after the last micro-batch, and not before" in said[0.5][1]
+    assert "not before each backward" in said[0][1]
+
+
+def test_ranks_that_divide_a_model_by_dtensor_and_have_other_rows_are_told():
+    alone = [noted([row[0]]) for row in ROWS]
+    ranks = [noted([row[0]], 0.3) for row in ROWS]
+    for rank, one in enumerate(ranks):
+        step = one.steps[0]
+        step.weights = [part([1.0, 1.0], ((2 * rank, 2),), (4,))]
+        step.calls = {0: [Call([torch.full((2,), rank)])]}
+        step.messages = [Message("all_reduce", "dtensor", "train.py:3", (0, 1), "float64", (), 0)]
+    assert "ranks 0 and 1 divide parameters and are given different rows, or" in str(answer(ranks, alone))
+    ranks[1].steps[0].calls = ranks[0].steps[0].calls
+    assert "different rows" not in str(answer(ranks, alone))
 
 
 def loop(rank, divisor, sharded=False, how="backward", steps=3):

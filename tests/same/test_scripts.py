@@ -428,6 +428,10 @@ def test_the_command_prints_the_answer_and_leaves_the_scripts_files_to_the_ranks
         (("none.py",), "script: none.py is not a file"),
         (("--ranks", "1", __file__), "ranks: 1 is given; one rank is one process already"),
         (("--steps", "0", __file__), "steps: 0 is given"),
+        (("--ranks", "99999999", __file__), "ranks: 99999999 is given; one machine starts at most"),
+        (("--limit-s", "nan", __file__), "limit-s: nan is given; it must be a number of seconds above 0"),
+        (("--alone", "'--tp", __file__), 'alone: "\'--tp" is given, and cannot be read'),
+        ((str(Path(__file__).parents[2] / "README.md"),), "README.md is no Python script that can be read: "),
     ],
 )
 def test_bad_input_is_said_in_a_line(words, said):

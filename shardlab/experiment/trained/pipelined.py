@@ -117,6 +117,8 @@ def _read(path: str, options: CompareOptions) -> Schedule:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"schedule: {path} cannot be read: {why}; name a table of actions") from error
+    except ValueError as error:  # what is written there
+        raise ValueError(f"schedule: {path}: {str(error).removeprefix('schedule: ')}") from error
     wanted = {"pipe": len(schedule.ranks), "micro_batches": schedule.num_micro_batches}
     for field, number in wanted.items():
         if number != (given := options.pipe if field == "pipe" else options.accumulation):
