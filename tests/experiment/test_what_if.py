@@ -102,3 +102,5 @@ def test_what_was_not_recorded_or_is_not_allowed_is_refused():
         what_if(records, CONFIG, "zero3")
     with pytest.raises(ValueError, match=r"^link: 'fast' is not understood"):
         what_if(records, CONFIG, "fsdp", link="fast")
+    with pytest.raises(ValueError, match=r"^schedule: 'fsdp' is a run without stages; leave it out$"):
+        what_if(records, CONFIG, "fsdp", schedule=("1f1b",))

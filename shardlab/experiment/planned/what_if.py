@@ -105,6 +105,8 @@ def what_if(records: Records, config: CompareConfig, strategy: str, **changes: A
         )
     if config.inside(strategy) != strategy:
         return _with_stages(records, config, strategy, changes)
+    if of_stages := [name for name in OF_STAGES if name in changes]:
+        raise ValueError(f"{of_stages[0]}: {strategy!r} is a run without stages; leave it out")
     own = config.alone(strategy)
     (other,) = changes.pop("strategies", (strategy,))
     changed = config.alone(other, **changes)
