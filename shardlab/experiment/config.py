@@ -37,7 +37,7 @@ from shardlab.experiment.trained.pipelined import (  # isort: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
-MOST = {"timeout_s": 1e9, "learning_rate": 1e30}  # what a timedelta, and float32, can be
+MOST = {"timeout_s": 1e9, "learning_rate": 1e38}  # what a timedelta, and float32, can be
 DATA_AXES = {MeshAxis.DATA, MeshAxis.REPLICA, MeshAxis.SHARD}
 # What a workload of one's own says itself.
 BUILTIN_FIELDS = ("model", "text", "seq_len", "learning_rate", "sequence_parallel")

@@ -374,7 +374,7 @@ def test_the_published_half_of_validate_needs_no_calibration(tmp_path, monkeypat
     for words in (
         "Misses of 72 published steps, %", "Misses of 198 published steps that were held out", "MPT 30B",
         "steps of small work, whose device waits for its host", "10 published steps with so little memory free",
-        "nanotron, tp", "this one, not warned of", "186/186",
+        "nanotron tp", "this one, not warned of", "186/186",
     ):  # fmt: skip
         assert words in text
     assert "Of this machine nothing is said: machine.json is not there; shardlab calibrate, then this again." in text

@@ -113,7 +113,7 @@ WRONG_TYPES = (
     ("sequence_parallel", 1, "sequence_parallel: 1 was given; it must be True or False"),
     ("seed", 2**64, "seed: 18446744073709551616 was given; it must be a whole number of 64 bits"),
     ("timeout_s", 1e300, "timeout_s: 1e+300 is not a finite number above 0 and below 1e+09"),
-    ("learning_rate", 1e300, "learning_rate: 1e+300 is not a finite number above 0 and below 1e+30"),
+    ("learning_rate", 1e300, "learning_rate: 1e+300 is not a finite number above 0 and below 1e+38"),
     ("accumulation", 2**64, "accumulation: 18446744073709551616 was given; it must be a whole number of 64 bits"),
 )
 
