@@ -60,7 +60,7 @@ class PipelinedStep:
         """The step by a list of actions; of another list, or with other times of work, in the place of its own."""
         schedule = schedule or self.done.schedule
         if us_of is None:
-            us_of = self.done.work.__getitem__ if schedule is self.done.schedule else self.shared_out(schedule)
+            us_of = self.done.work.__getitem__ if schedule == self.done.schedule else self.shared_out(schedule)
         usual = median(self.transfer_us.values()) if self.transfer_us else 0.0
         after = self.after(schedule, us_of)
         return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual), self.late_us, after)
@@ -70,7 +70,7 @@ class PipelinedStep:
 
         Of another list it is the share of all of the rank's forwards, or backwards, together.
         """
-        if schedule is self.done.schedule:
+        if schedule == self.done.schedule:
             return lambda action: us_of(action) * self._share([action])
         shares = {
             (rank, is_forward): self._share([one for one in actions if (one.kind is Kind.FORWARD) is is_forward])

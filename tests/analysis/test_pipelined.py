@@ -42,6 +42,7 @@ def test_what_an_action_does_after_its_message_has_left_delays_no_other_rank(pla
     assert step.done.bubble == pytest.approx(play(schedule, us_of, 300.0, after=tail.__getitem__).bubble)
     assert step.foretold().bubble == pytest.approx(step.done.bubble)
     assert step.foretold().seconds == pytest.approx(step.done.seconds)
+    assert step.foretold(make_schedule(plan, 2, 4)) == step.foretold(), "the same list, made again"
     bubble = next((one for one in causes(*tables, axes=AXES) if one.name == "pipeline bubble"), None)
     idle = 1e-3 * sum(step.done.idle) / 2  # of a rank
     assert bubble is None or bubble.us / 1e3 <= 1.3 * idle, "no more than ranks have waited"
