@@ -15,17 +15,19 @@ import pandas as pd
 
 from shardlab.analysis.rows import step_lengths
 from shardlab.engines import STRATEGIES
-from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.config import SEQUENCES_PER_RANK, CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import alone_verdict, data_are_lost, dead_verdict, norms_apart, trained_on_others
 from shardlab.experiment.told.pipelined import bubble_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
+from shardlab.experiment.trained.pipelined import MICRO_BATCHES_PER_RANK
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
 from shardlab.schedules import PLANS
+from shardlab.units import wrap_text
 from shardlab.vocabulary import Collective, Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
@@ -354,14 +356,16 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     of = named if config.workload is None else f" --workload {quote(place or 'FILE.py:NAME')}"
     stages = {config.inside(name): None for name in config.strategies}  # each may be trained under several schedules
     kept = f" --pipe {config.pipe}" if config.pipe > 1 else ""
+    kept += f" --begins {quote(','.join(config.begins))}" if config.begins else ""
     kept += f" --tp {config.tp}" if config.tp > 1 else ""
     if config.pipe > 1 and not stages.keys() <= {REFERENCE, "ddp"}:
         kept += f" --strategies {','.join(stages)}"
-    # Not what follows from the number of ranks: a record does not say whether it was chosen.
     for name in _KEPT[config.pipe > 1 :]:
         if (value := getattr(config, name)) != getattr(CompareConfig, name) and not (has_failed and name == "clip"):
-            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(str(value))}")
-    again = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}{kept}"
+            said = wrap_text(value) if name == "wrap" else str(value)
+            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(said)}")
+    sized = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}"
+    again = f"{sized}{_rows(config, config.data_ranks)}{kept}{_stages(config)}"
     if has_failed:
         return f"shardlab compare{again} --clip {(config.clip or 10) / 10:g}, or a lower learning rate"
     if doubt:
@@ -372,15 +376,31 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         halves = (
             config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
         )
-        fewer = f"{of} --ranks {max(2, config.ranks // 2)}{kept}" if halves else f"{again} --steps 50"
+        half = max(2, config.ranks // 2)
+        fewer = f"{of} --ranks {half}{_rows(config, half)}{kept}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
-        return f"shardlab compare{again}{_smaller_bubble(config)}"
+        return f"shardlab compare{sized}{kept}{_smaller_bubble(config)}"
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
         return f"shardlab compare{again} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
     return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
+
+
+def _rows(config: CompareConfig, data_ranks: int) -> str:
+    """The batch, where it is none that follows from the number of ranks, and these divide it."""
+    parts, usual = data_ranks * config.accumulation, SEQUENCES_PER_RANK * config.data_ranks * config.accumulation
+    return "" if config.batch in (None, usual) or (config.batch or 0) % parts else f" --batch {config.batch}"
+
+
+def _stages(config: CompareConfig) -> str:
+    """The list of actions and the number of micro-batches, where they were chosen."""
+    if config.pipe == 1:
+        return ""
+    said = "" if config.schedule == CompareConfig.schedule else f" --schedule {quote(','.join(config.schedule))}"
+    usual = MICRO_BATCHES_PER_RANK * config.pipe
+    return said + ("" if config.accumulation == usual else f" --micro-batches {config.accumulation}")
 
 
 def _smaller_bubble(config: CompareConfig) -> str:
