@@ -10,7 +10,6 @@ import pandas as pd
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.overlap import hidden_share
 from shardlab.analysis.rows import step_lengths, timed_steps
-from shardlab.engines import STRATEGIES
 from shardlab.experiment.told.pipelined import bubble_of, bubbles
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -288,12 +287,13 @@ def ranks_differ(records: Records) -> list[str]:
 
 
 def averaged_runs(records: Records) -> list[str]:
-    """The runs of whose messages the mean over all steps counts: the reader's own, where these send unlike bytes."""
-    steps = records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"])  # fewer in a record of before
+    """The runs of whose messages the mean over all steps counts, where these send unlike bytes; none of torch's own."""
+    # Fewer in a record of before; and torch's DDP tells ranks in its second step alone how it has made buckets anew.
+    steps = stepped(records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"]), records)
     # Local SGD may send in the second step alone; of others the first one may send what is sent once.
     counts = (steps["step"] > 0) | (steps["run"].isin(ranks_differ(records)) & (steps["step"] == 0))
     sent = steps[counts].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
-    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]} - STRATEGIES.keys()
+    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]] if not str(run).startswith("torch_")}
     own = {run for run, manifest in records.manifests.items() if "recorded" not in manifest}  # of no script
     return [run for run in records.manifests if run in unlike & own]
 
