@@ -53,6 +53,9 @@ def test_several_runs_are_told_by_their_cause_and_the_largest_gain_is_last():
         "would take 5.00 ms of 10.0 ms off"
     )
     assert why({"a": of(EVEN), "b": of(EVEN, SLOW)}) == "balanced, mostly compute, in a and b"
+    assert why({"a": of(EVEN), "b": of(replace(EVEN, share=0.13))}) == (
+        "balanced, mostly compute, in a; balanced, though less than half is compute, in b"
+    )
     assert why({"a": of(MISSING), "b": of(MISSING)}) == "of a and b it cannot be said: table spans is missing"
 
 
