@@ -233,14 +233,18 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
     return f"; one process alone is faster with the rows of all, {one['middle']:.3g} ms"
 
 
-def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.Series[float]":
+def messages(
+    collectives: pd.DataFrame, averaged: Collection[str] = (), steps: pd.DataFrame | None = None
+) -> "pd.Series[float]":
     """How many messages the busiest rank sends in the last watched step, by run, without the reported loss.
 
     Args:
         collectives: table ``collectives``.
         averaged: runs of which the mean over all steps counts.
+        steps: table ``steps``, of which some may have sent nothing; None where all have.
     """
     sent, num_steps = _counted(collectives, averaged)
+    num_steps = num_steps if steps is None else counted_steps(steps, averaged).groupby("run")["step"].nunique()
     by_run = sent.groupby(["run", "rank"]).size().groupby("run").max() / num_steps
     return by_run.round(2)
 
