@@ -16,7 +16,7 @@ from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.told.report import REASONS, memory_figures, memory_tables, middle_step, time_figures
 from shardlab.experiment.told.saved_runs import Comparison, check_complete, check_steps
-from shardlab.experiment.told.step_reasons import reasons_table, why
+from shardlab.experiment.told.step_reasons import NO_MESH, reasons_table, why
 from shardlab.experiment.told.summary import COLUMNS as COMPARED
 from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.plots.text import format_bytes, format_percent, format_us
@@ -169,7 +169,7 @@ def late(records: Records) -> str:
     if manifest.get("ranks") == 1:
         return "no rank: there is one alone"
     if manifest["mesh"] is None:
-        return "cannot be said: the groups of ranks are not one mesh"
+        return f"cannot be said: {NO_MESH}"
     sent, _ = in_timed_steps(records.collectives, records.spans, records.steps)
     met = waits(sent, manifest["mesh"])
     met = met[met["group"].str.contains(",")]

@@ -16,6 +16,7 @@ from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause
 ALIKE = 0.1  # relative: causes that gain about the same are both named
 SURE = 0.25  # of a step: what takes less is said with care
 MOSTLY = 0.5  # of a step
+NO_MESH = "the groups of ranks are not one mesh"  # of a script, which makes its own
 COLUMNS = ("strategy", "cause", "of a step (ms)", "share (%)", "gain (ms)", "change", "evidence")
 OPTION = re.compile(r" \(--[^)]*\)")  # of the command, which a script does not have
 
@@ -43,7 +44,10 @@ def reasons(records: Records) -> dict[str, Reasons]:
         try:
             said = causes(collectives, spans, own, axes=records.manifests[str(run)].get("mesh"))
         except ValueError as error:  # ranks or times are missing, or clocks do not agree
-            said = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
+            known = records.manifests[str(run)]
+            has_no_mesh = "recorded" in known and known.get("mesh") is None and str(error).startswith("axes: ")
+            why_not = NO_MESH if has_no_mesh else str(error)
+            said = [Cause(UNKNOWN, 0.0, 0.0, why_not, "", 0.0)]
         step_us = float(step_lengths(own).median())
         found[str(run)] = Reasons(step_us, tuple(said), _doubt(records.manifests[str(run)]))
     return found
