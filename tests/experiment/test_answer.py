@@ -271,6 +271,9 @@ def test_one_command_to_try_next():
         words = "--batch 6 --pipe 2 --begins blocks.2 --schedule gpipe --micro-batches 3 --"
         assert f"shardlab compare {words}" in said, "the same again"
     assert "compare --pipe 2 --begins blocks.2 --schedule gpipe --batch 6 --m" in following(stages, {"ddp"}, **of)
+    halved = {"schedule": "interleaved", "batch": 4, "micro_batches": 4, "begins": ("blocks.0", "blocks.1", "logits")}
+    said = following(CompareConfig(ranks=2, pipe=2, **halved), {"ddp+interleaved"}, **of)
+    assert said.startswith("shardlab compare --pipe 2 --schedule 1f1b,zb-h1 --batch 4"), "of two stages, not four"
     many = CompareConfig(("ddp",), ranks=3, batch=18, wrap=("blocks.*", "head"), model="gpt-1m")
     assert " --batch 18 --wrap 'blocks.*,head' --strategies zero1" in following(many, {"ddp"}, **of)
     assert "--batch" in following(many, {"ddp"}, has_failed=False, doubt="slept"), "18 rows divide among 2 ranks too"

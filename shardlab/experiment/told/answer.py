@@ -360,7 +360,6 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     of = named if config.workload is None else f" --workload {quote(place or 'FILE.py:NAME')}"
     stages = {config.inside(name): None for name in config.strategies}  # each may be trained under several schedules
     kept = f" --pipe {config.pipe}" if config.pipe > 1 else ""
-    kept += f" --begins {quote(','.join(config.begins))}" if config.begins else ""
     kept += f" --tp {config.tp}" if config.tp > 1 else ""
     if config.pipe > 1 and not stages.keys() <= {REFERENCE, "ddp"}:
         kept += f" --strategies {','.join(stages)}"
@@ -399,25 +398,33 @@ def _rows(config: CompareConfig, data_ranks: int) -> str:
 
 
 def _stages(config: CompareConfig) -> str:
-    """The list of actions and the number of micro-batches, where they were chosen."""
+    """Where stages begin, the list of actions and the number of micro-batches, where they were chosen."""
     if config.pipe == 1:
         return ""
-    said = "" if config.schedule == CompareConfig.schedule else f" --schedule {quote(','.join(config.schedule))}"
+    said = _begins(config)
+    said += "" if config.schedule == CompareConfig.schedule else f" --schedule {quote(','.join(config.schedule))}"
     usual = MICRO_BATCHES_PER_RANK * config.pipe
     return said + ("" if config.accumulation == usual else f" --micro-batches {config.accumulation}")
+
+
+def _begins(config: CompareConfig) -> str:
+    return f" --begins {quote(','.join(config.begins))}" if config.begins else ""
 
 
 def _smaller_bubble(config: CompareConfig) -> str:
     """The options, and what they are for: the same rows in twice as many micro-batches, if they divide."""
     # Of a record the workload is a name, and the rows are there; none where data come in batches of their own.
     rows = config.batch if isinstance(config.workload, str) else config.resumed_rows
-    number, batch = config.accumulation, "" if rows is None else f" --batch {rows}"
+    number, batch, begins = config.accumulation, "" if rows is None else f" --batch {rows}", _begins(config)
     known = [name for name in config.schedule if name in PLANS]
     if known and (rows is None or rows % (2 * number * config.data_ranks) == 0):
-        return f" --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
+        return f"{begins} --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
     if others := [name for name in ("1f1b", "zb-h1") if name not in known]:  # which any number of micro-batches suits
-        return f" --schedule {','.join(others)}{batch} --micro-batches {number}: which bubble other schedules have"
-    return f" --schedule {','.join(known)} --batch {2 * (rows or 0)} --micro-batches {2 * number}: a smaller bubble"
+        begins = begins if len(config.begins) == config.pipe - 1 else ""  # these have one stage a rank
+        same = f"{begins} --schedule {','.join(others)}{batch} --micro-batches {number}"
+        return f"{same}: which bubble other schedules have"
+    batch = f" --batch {2 * (rows or 0)}"
+    return f"{begins} --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
 
 
 def answer_of_plan(
