@@ -123,7 +123,7 @@ def causes_in(line, names):
         shares = re.findall(rf"({'|'.join(names)})(?: \((\d+) %)?", runs)
         assert {bool(share) for _, share in shares} == {named != BALANCED}, part
         for name, share in shares:
-            cause = Cause(named, 0.0, int(share or 0) / 100, "", "", float(share or 0))
+            cause = Cause(named, 0.0, int(share or 100 * (named == BALANCED)) / 100, "", "", float(share or 0))
             found[name] = Reasons(1e4, (cause,))
     return found | {name: Reasons(1e4, (cause,)) for name in names if name not in found}
 

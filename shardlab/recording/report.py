@@ -16,14 +16,17 @@ from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import ALIKE, ROLES, Line, messages, quartiles, steps_differ
 from shardlab.experiment.told.report import REASONS, memory_figures, memory_tables, middle_step, time_figures
 from shardlab.experiment.told.saved_runs import Comparison, check_complete, check_steps
-from shardlab.experiment.told.step_reasons import reasons_table, why
+from shardlab.experiment.told.step_reasons import NO_MESH, reasons_table, why
 from shardlab.experiment.told.summary import COLUMNS as COMPARED
-from shardlab.experiment.told.summary import LOOK_FOR, MB, readable_summary, summarise, why_dead
 from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.plots.text import format_bytes, format_percent, format_us
 from shardlab.records.store import Records, load_run, whole_steps
 from shardlab.vocabulary import Phase, Role
 from shardlab.why.slow_messages import repeated, repeated_in_words
+
+from shardlab.experiment.told.summary import (  # isort: skip
+    LOOK_FOR, MB, averaged_runs, readable_summary, summarise, watched_in_turn, why_dead,
+)  # fmt: skip
 
 _FIRST = (
     "ranks", "loss_last", "step_ms", "exposed_comm_ms", "overlap",
@@ -108,10 +111,10 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
             f"of its communication {format_percent(hidden)} is hidden, {exposed:.3g} ms are exposed, median over ranks"
         )
         took += f"; {'how much of its communication is hidden is not known' if isnan(hidden) else known}"
-    held, number = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0], messages(records.collectives).max()
+    held = rows[[*ROLES, "buffer_bytes"]].sum(axis=1).iloc[0]
     peak, last = rows["peak_bytes"].iloc[0], late(records)
     most = "no peak was traced" if pd.isna(peak) else f"at the peak {format_bytes(peak)}{steps_differ(rows)}"
-    sends = f"{format_bytes(sent)} a rank and step; messages: {number:g}{_again(records)}" if sent else "nothing"
+    sends = f"{format_bytes(sent)} a rank and step; {_messages(records)}{_again(records)}" if sent else "nothing"
     where = quote(str(recorded.directory))
     looks = f"shardlab trace {where} -o timeline.json: each rank's timeline, for ui.perfetto.dev"
     again = f"shardlab diff {where} OTHER: what a change has changed, from a record of the changed script"
@@ -124,6 +127,15 @@ def answer_of_record(recorded: Comparison) -> list[Line]:
         *_dead(records),
         Line("NEXT", (looks if last.startswith("rank") else again) + _is_it_right(recorded)),
     ]
+
+
+def _messages(records: Records) -> str:
+    """How many a rank sends in a step, and that it is a mean where steps send unlike bytes."""
+    if not (averaged := averaged_runs(records)):
+        return f"messages: {messages(records.collectives).max():g}"
+    steps = watched_in_turn(records.steps.dropna(subset="wire_bytes"), records)
+    number = messages(watched_in_turn(records.collectives, records), averaged, steps).max()
+    return f"messages: {number:g}; means over the first {steps['step'].nunique()} steps, of which some send more"
 
 
 def _is_it_right(recorded: Comparison) -> str:
@@ -157,7 +169,7 @@ def late(records: Records) -> str:
     if manifest.get("ranks") == 1:
         return "no rank: there is one alone"
     if manifest["mesh"] is None:
-        return "cannot be said: the groups of ranks are not one mesh"
+        return f"cannot be said: {NO_MESH}"
     sent, _ = in_timed_steps(records.collectives, records.spans, records.steps)
     met = waits(sent, manifest["mesh"])
     met = met[met["group"].str.contains(",")]
@@ -171,7 +183,10 @@ def late(records: Records) -> str:
     by_step = us.groupby(["step", "last_rank"]).mean().unstack(fill_value=0)
     most = by_step.idxmax(axis="columns")
     rank = most.mode()[0]
-    share, lost_us = float((most == rank).mean()), float(by_step[rank].mean())
+    # In other steps they do not meet.
+    watched = timed_steps(records.steps).dropna(subset="wire_bytes")
+    num_steps = max(len(most), watched["step"].nunique())
+    share, lost_us = float((most == rank).sum() / num_steps), float(by_step[rank].sum() / num_steps)
     said = f"rank {rank} is waited for most in {format_percent(share)} of all steps, {format_us(lost_us)} a step"
     is_late = share > LATE and lost_us > ALIKE * timed_steps(records.steps)["step_us"].median()
     return said if is_late else f"no rank; {said}"

@@ -49,7 +49,7 @@ class Played:
 
 def play(
     schedule: Schedule, seconds: Seconds | Mapping[Kind, float], transfer_seconds: Seconds | float = 0.0,
-    late: Mapping[int, float] | None = None,
+    late: Mapping[int, float] | None = None, after: Seconds | None = None,
 ) -> Played:  # fmt: skip
     """When each action begins and ends.
 
@@ -59,20 +59,24 @@ def play(
         transfer_seconds: of one message between two ranks, or by the action that it brings the result of, in the same
             unit.
         late: by rank, when it begins; None for 0.
+        after: of an action, how much of its seconds is left when its message leaves; None for nothing.
 
     Raises:
         ValueError: the ranks wait for each other without end; it says which action waits for which.
     """
     of = seconds if callable(seconds) else lambda action: seconds[action.kind]
     work = {action: of(action) for actions in schedule.ranks for action in actions}
-    hosts = run_programs(programs(schedule, work, transfer_seconds), late)
+    hosts = run_programs(programs(schedule, work, transfer_seconds, after), late)
     begins, ends = dict[Action, float](), dict[Action, float]()
+    is_cut = schedule.sent() if after is not None else ()
     for rank, actions in enumerate(schedule.ranks):
-        worked = [place for place, item in enumerate(hosts[rank].items) if isinstance(item, Work)]
-        for action, place in zip(actions, worked, strict=True):
-            if place + 1 >= len(hosts[rank].begins_us):
+        worked = iter([place for place, item in enumerate(hosts[rank].items) if isinstance(item, Work)])
+        for action in actions:
+            first = next(worked)
+            last = next(worked) if action in is_cut else first
+            if last + 1 >= len(hosts[rank].begins_us):
                 raise ValueError(f"schedule: it deadlocks: {_stuck(schedule, hosts)}")
-            begins[action], ends[action] = hosts[rank].begins_us[place : place + 2]
+            begins[action], ends[action] = hosts[rank].begins_us[first], hosts[rank].begins_us[last + 1]
     return Played(schedule, begins, ends, work)
 
 
@@ -90,17 +94,19 @@ def in_time(schedule: Schedule) -> dict[Action, tuple[int, int]]:
 
 
 def programs(
-    schedule: Schedule, work: Mapping[Action, float], transfer_seconds: Seconds | float = 0.0
-) -> dict[int, tuple[Item, ...]]:
+    schedule: Schedule, work: Mapping[Action, float], transfer_seconds: Seconds | float = 0.0, after: Seconds | None =
+    None,
+) -> dict[int, tuple[Item, ...]]:  # fmt: skip
     """What each rank does, for the simulator.
 
     Args:
         schedule: the lists.
         work: by action, in any unit.
         transfer_seconds: see ``play``.
+        after: likewise.
     """
     sent = _sent(schedule, transfer_seconds if callable(transfer_seconds) else lambda _: transfer_seconds)
-    return {rank: _program(schedule, rank, work, sent) for rank in range(len(schedule.ranks))}
+    return {rank: _program(schedule, rank, work, sent, after) for rank in range(len(schedule.ranks))}
 
 
 def _sent(schedule: Schedule, transfer_seconds: Seconds) -> dict[Action, Message]:
@@ -116,8 +122,8 @@ def _sent(schedule: Schedule, transfer_seconds: Seconds) -> dict[Action, Message
 
 
 def _program(
-    schedule: Schedule, rank: int, work: Mapping[Action, float], sent: Mapping[Action, Message]
-) -> tuple[Item, ...]:
+    schedule: Schedule, rank: int, work: Mapping[Action, float], sent: Mapping[Action, Message], after: Seconds | None
+) -> tuple[Item, ...]:  # fmt: skip
     actions = schedule.ranks[rank]
     needs = {action: need for action in actions if (need := schedule.needs(action)) is not None}
     items: list[Item] = [Issue(sent[need]) for need in needs.values() if need in sent]
@@ -127,9 +133,10 @@ def _program(
             items.append(Wait(sent[need]))
         elif need is not None and need in actions[place:]:
             raise ValueError(f"schedule: it deadlocks: {action} stands before {need} on rank {rank}, and needs it")
-        items.append(Work(work[action]))
+        left = 0.0 if after is None or action not in sent else after(action)
+        items.append(Work(work[action] - left))
         if action in sent:
-            items.append(Issue(sent[action]))
+            items += [Issue(sent[action]), *([] if after is None else [Work(left)])]
     return tuple(items)
 
 

@@ -6,7 +6,8 @@
 
 From the first action of any rank to the last of all, a rank works or waits for another stage. All else counts as work
 of the action that it comes before: Python around it, and time without a core. A message takes as long as from when it
-was sent and its receiver was ready until the receiver had it.
+was sent and its receiver was ready until the receiver had it. It is sent when it was issued: the last backward's, of
+the gradient of its input, before that action sends gradients over the data axes.
 
 Of another list a rank works as long in all: each of its forwards takes an equal part of what its forwards took, and so
 do the backwards. Where they are cut in two and were not, each half takes half. So it is said of other numbers of
@@ -44,12 +45,14 @@ class PipelinedStep:
     Attributes:
         done: what they did.
         transfer_us: of a message, by the action that it brings the result of.
+        after_us: of an action with a message to another rank, how long it worked on after that was issued.
         late_us: by rank of the pipeline, how much later than the first it could begin.
         ranks: global ranks, in the order of stages.
     """
 
     done: Played
     transfer_us: Mapping[Action, float]
+    after_us: Mapping[Action, float]
     late_us: Mapping[int, float]
     ranks: tuple[int, ...]
 
@@ -57,9 +60,27 @@ class PipelinedStep:
         """The step by a list of actions; of another list, or with other times of work, in the place of its own."""
         schedule = schedule or self.done.schedule
         if us_of is None:
-            us_of = self.done.work.__getitem__ if schedule is self.done.schedule else self.shared_out(schedule)
+            us_of = self.done.work.__getitem__ if schedule == self.done.schedule else self.shared_out(schedule)
         usual = median(self.transfer_us.values()) if self.transfer_us else 0.0
-        return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual), self.late_us)
+        after = self.after(schedule, us_of)
+        return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual), self.late_us, after)
+
+    def after(self, schedule: Schedule, us_of: Callable[[Action], float]) -> Callable[[Action], float]:
+        """How long an action works on after its message was issued: the share of it that it was.
+
+        Of another list it is the share of all of the rank's forwards, or backwards, together.
+        """
+        if schedule == self.done.schedule:
+            return lambda action: us_of(action) * self._share([action])
+        shares = {
+            (rank, is_forward): self._share([one for one in actions if (one.kind is Kind.FORWARD) is is_forward])
+            for rank, actions in enumerate(self.done.schedule.ranks) for is_forward in (True, False)
+        }  # fmt: skip
+        return lambda one: us_of(one) * shares[schedule.rank_of[one.stage], one.kind is Kind.FORWARD]
+
+    def _share(self, actions: Sequence[Action]) -> float:
+        worked = sum(self.done.work[one] for one in actions)
+        return sum(self.after_us.get(one, 0.0) for one in actions) / worked if worked else 0.0
 
     def shared_out(self, schedule: Schedule) -> Callable[[Action], float]:
         """The work of each rank on equal parts, for another list of actions."""
@@ -126,7 +147,7 @@ def pipelined_steps(
 def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> PipelinedStep:
     lists: list[tuple[Action, ...]] = []
     begins, ends, work = dict[Action, float](), dict[Action, float](), dict[Action, float]()
-    ready: dict[int, float] = {}
+    after, ready = dict[Action, float](), dict[int, float]()
     for place, rank in enumerate(ranks):
         own = spans[spans["rank"] == rank].groupby("unit").agg(start=("start_us", "min"), end=("end_us", "max"))
         own = own.sort_values("end")
@@ -135,17 +156,20 @@ def _step(spans: pd.DataFrame, sent: pd.DataFrame, ranks: tuple[int, ...]) -> Pi
         of_rank = sent[(sent["rank"] == rank) & (sent["wait_end_us"] > sent["wait_start_us"])]
         waits = merge(of_rank[["wait_start_us", "wait_end_us"]].to_numpy(dtype=np.float64))
         last = float(own["start"].min())
+        issued = sent[(sent["rank"] == rank) & (sent["op"] == str(Collective.SEND))].set_index("tag")["issue_us"]
         ready[place] = min([last, *waits[:1, 0].tolist()])  # it may have waited before its first action
         for unit, end in own["end"].items():
             action, worked = Action.parse(str(unit)), subtract([(last, float(end))], waits)
             begins[action] = worked[-1, 0] if len(worked) else float(end)  # none where it took no time
             ends[action], work[action] = float(end), total(worked)
+            if action.tag in issued.index:
+                after[action] = total(worked.clip(min=float(issued[action.tag])))
             last = float(end)
         lists.append(tuple(Action.parse(str(unit)) for unit in own.index))
     start, schedule = min(begins.values()), Schedule(tuple(lists))
     begins, ends = ({action: time - start for action, time in times.items()} for times in (begins, ends))
     late = {place: max(0.0, time - start) for place, time in ready.items()}
-    return PipelinedStep(Played(schedule, begins, ends, work), _transfers(schedule, sent), late, ranks)
+    return PipelinedStep(Played(schedule, begins, ends, work), _transfers(schedule, sent), after, late, ranks)
 
 
 def _transfers(schedule: Schedule, sent: pd.DataFrame) -> dict[Action, float]:
@@ -273,6 +297,7 @@ def _programs(
 ) -> RecordedStep:  # fmt: skip
     work = {action: us_of(action) for actions in schedule.ranks for action in actions}
     usual = median(step.transfer_us.values()) if step.transfer_us else 0.0
-    items = programs(schedule, work, lambda action: step.transfer_us.get(action, usual))
+    after = step.after(schedule, us_of)
+    items = programs(schedule, work, lambda action: step.transfer_us.get(action, usual), after)
     ended = {rank: (Work(step.late_us[rank]), *own, Work(around_us)) for rank, own in items.items()}
     return RecordedStep(ended, 0.0, dict.fromkeys(ended, 0.0), {}, record.spans)

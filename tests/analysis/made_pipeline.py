@@ -8,13 +8,17 @@ AXES = {"pipe": 2, "data": 1}
 AROUND = 500.0  # the optimizer, in microseconds
 
 
-def recorded(schedule, us_of, transfer_us=0.0, late=(0.0, 0.0), steps=4):
-    """The tables of ranks that did a schedule as it plays, each from when it begins on."""
-    played = play(schedule, us_of, transfer_us, dict(enumerate(late)))
+def recorded(schedule, us_of, transfer_us=0.0, late=(0.0, 0.0), steps=4, left_of=lambda action: 0.0):
+    """The tables of ranks that did a schedule as it plays, each from when it begins on.
+
+    ``left_of`` an action is how long it works on after its message has left.
+    """
+    played = play(schedule, us_of, transfer_us, dict(enumerate(late)), left_of)
     moved, worked, of_steps = [], [], []
     arrived, before = {}, {}  # messages of one way travel one after another
     for action, way in schedule.sent().items():
-        arrived[action] = before[way] = max(played.ends[action], late[way[1]], before.get(way, 0.0)) + transfer_us
+        left = played.ends[action] - left_of(action)
+        arrived[action] = before[way] = max(left, late[way[1]], before.get(way, 0.0)) + transfer_us
     for step in range(steps):
         now = step * 2 * played.seconds
         for rank, actions in enumerate(schedule.ranks):
@@ -30,7 +34,7 @@ def recorded(schedule, us_of, transfer_us=0.0, late=(0.0, 0.0), steps=4):
                 for unit in ("model", str(action)):
                     worked.append(span(rank, unit, kind, now + begin, now + end, step=step))
                 if action in schedule.sent():
-                    times = (now + end,) * 3
+                    times = (now + end - left_of(action),) * 3
                     moved.append(collective(rank, seq, times, op="send", tag=action.tag, **keys))
                     seq += 1
                 last = end

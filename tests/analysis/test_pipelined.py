@@ -27,6 +27,27 @@ def test_the_bubble_is_that_which_was_played_and_its_list_foretells_it(plan, us_
     assert all(step.done.begins[action] == pytest.approx(begin) for action, begin in played.begins.items())
 
 
+@pytest.mark.parametrize("plan", ["1f1b", "gpipe", "zb-h1"])
+def test_what_an_action_does_after_its_message_has_left_delays_no_other_rank(plan):
+    """As the gradients that the last backward sends over the data axis, behind the gradient of its input."""
+    schedule = make_schedule(plan, 2, 4)
+    last = {actions[-1] for actions in schedule.ranks}
+    tail = {action: 5000.0 if action in last else 100.0 for actions in schedule.ranks for action in actions}
+
+    def us_of(action):
+        return even(action) + tail[action]
+
+    tables = recorded(schedule, us_of, 300.0, left_of=tail.__getitem__)
+    step = pipelined_steps(*tables[:2], AXES)[1]
+    assert step.done.bubble == pytest.approx(play(schedule, us_of, 300.0, after=tail.__getitem__).bubble)
+    assert step.foretold().bubble == pytest.approx(step.done.bubble)
+    assert step.foretold().seconds == pytest.approx(step.done.seconds)
+    assert step.foretold(make_schedule(plan, 2, 4)) == step.foretold(), "the same list, made again"
+    bubble = next((one for one in causes(*tables, axes=AXES) if one.name == "pipeline bubble"), None)
+    idle = 1e-3 * sum(step.done.idle) / 2  # of a rank
+    assert bubble is None or bubble.us / 1e3 <= 1.3 * idle, "no more than ranks have waited"
+
+
 def test_of_another_list_what_is_foretold_is_what_it_plays():
     step = pipelined_steps(*recorded(make_schedule("1f1b", 2, 4), even)[:2], AXES)[0]
     for plan, number in (("zb-h1", 4), ("1f1b", 8), ("interleaved", 4)):

@@ -1,6 +1,7 @@
 """Every sentence of the answer, against tables made by hand: ties, reversals, missing signals."""
 
 import re
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -263,6 +264,20 @@ def test_one_command_to_try_next():
     assert following(stages, {"ddp+1f1b"}, has_failed=False, doubt="slept").startswith(
         "shardlab compare --ranks 4 --pipe 4 --steps 50"
     ), "2 are no 4 stages"
+    given = {"schedule": "gpipe", "micro_batches": 3, "batch": 6, "begins": "blocks.2"}
+    stages = CompareConfig(("single", "ddp"), ranks=2, pipe=2, **given)
+    for failed, doubt in ((True, ""), (False, "slept")):
+        said = following(stages, {"ddp+gpipe"}, has_failed=failed, doubt=doubt)
+        words = "--batch 6 --pipe 2 --begins blocks.2 --schedule gpipe --micro-batches 3 --"
+        assert f"shardlab compare {words}" in said, "the same again"
+    assert "compare --pipe 2 --begins blocks.2 --schedule gpipe --batch 6 --m" in following(stages, {"ddp"}, **of)
+    halved = {"schedule": "interleaved", "batch": 4, "micro_batches": 4, "begins": ("blocks.0", "blocks.1", "logits")}
+    said = following(CompareConfig(ranks=2, pipe=2, **halved), {"ddp+interleaved"}, **of)
+    assert said.startswith("shardlab compare --pipe 2 --schedule 1f1b,zb-h1 --batch 4"), "of two stages, not four"
+    many = CompareConfig(("ddp",), ranks=3, batch=18, wrap=("blocks.*", "head"), model="gpt-1m")
+    assert " --batch 18 --wrap 'blocks.*,head' --strategies zero1" in following(many, {"ddp"}, **of)
+    assert "--batch" in following(many, {"ddp"}, has_failed=False, doubt="slept"), "18 rows divide among 2 ranks too"
+    assert "--batch" not in following(replace(many, batch=15), {"ddp"}, has_failed=False, doubt="slept")
     divided = CompareConfig(("single", "ddp"), ranks=4, tp=2)
     assert "--ranks 4 --tp 2 --steps 50" in following(divided, {"ddp"}, has_failed=False, doubt="slept")
     chosen = CompareConfig(("ddp",), ranks=2, accumulation=4, clip=1.0, link="1Gbps,5us", broadcast_buffers=True)

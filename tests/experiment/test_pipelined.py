@@ -280,7 +280,7 @@ def test_what_another_list_would_take_and_what_is_said_of_the_bubble(tmp_path):
     tried = [({"schedule": name}, halves, even) for name in ("zb-h1", str(own))]
     for changes, other, us_of in [({"micro_batches": 8}, *twice), *tried]:
         found = what_if(records, config, run, **changes)
-        assert found.is_reproduced
+        assert found.is_reproduced is True  # no numpy's, which is no JSON
         of_it = recorded(other, us_of)[2]["step_us"]  # of all steps, each of two ranks
         assert 1e6 * found.changed == pytest.approx(of_it.mean())
     (bubble,) = (one for one in causes(collectives, spans, steps, axes=AXES) if one.name == "pipeline bubble")

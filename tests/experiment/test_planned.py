@@ -72,6 +72,31 @@ def test_experts_that_rows_choose_are_planned_and_messages_that_rows_decide_are_
         assert plan_verdict(found).endswith(said)
 
 
+class ByCounter(nn.Module):
+    """In every second forward only the first block is called; in others both are."""
+
+    def __init__(self, of_first):
+        super().__init__()
+        self.blocks, self.calls = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), of_first
+
+    def forward(self, x):
+        self.calls += 1
+        return self.blocks[1](self.blocks[0](x)) if self.calls % 2 else self.blocks[0](x)
+
+
+@pytest.mark.parametrize("of_first", [0, 1], ids=["first both", "first one"])
+def test_a_run_whose_steps_use_other_parameters_is_of_no_plan_and_its_bytes_are_means(pools, tmp_path, of_first):
+    workload = Workload(partial(ByCounter, of_first), [torch.ones(2, 4)], mean_square)
+    found = compare(workload, tmp_path / "run", strategies=("single", "zero1", "fsdp"), ranks=2, steps=4, pool=pools(2))
+    rows = found.summary.set_index("strategy")
+    assert rows["not_planned"]["single"] in (None, "what it holds differs from step to step")
+    assert False not in rows["as_planned"].tolist(), "the plan is of the first step"
+    sent = found.records.steps.query("run == 'fsdp'").groupby("step")["wire_bytes"].max()
+    assert sent.nunique() == 2
+    assert rows["wire_bytes_per_step"]["fsdp"] == pytest.approx(sent.mean())
+    assert "; of fsdp means over all steps, of which some send more" in dict(answer(found))["COST"]
+
+
 def test_a_model_by_rows_that_is_too_large_to_be_tried_is_planned(monkeypatch) -> None:
     monkeypatch.setattr("shardlab.experiment.planned.known_workload.MAX_NUMEL", 39)
     workload = Workload(ByValue, [torch.ones(2, 4)], mean_square)

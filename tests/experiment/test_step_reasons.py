@@ -53,6 +53,9 @@ def test_several_runs_are_told_by_their_cause_and_the_largest_gain_is_last():
         "would take 5.00 ms of 10.0 ms off"
     )
     assert why({"a": of(EVEN), "b": of(EVEN, SLOW)}) == "balanced, mostly compute, in a and b"
+    assert why({"a": of(EVEN), "b": of(replace(EVEN, share=0.13))}) == (
+        "balanced, mostly compute, in a; balanced, though less than half is compute, in b"
+    )
     assert why({"a": of(MISSING), "b": of(MISSING)}) == "of a and b it cannot be said: table spans is missing"
 
 
@@ -72,5 +75,10 @@ def test_answers_that_are_no_cause():
     made = records(a=Loop())
     part = replace(made, collectives=made.collectives[made.collectives["rank"] == 0])
     assert why(reasons(part)).startswith("cannot be said: axes: data=2 is a mesh of 2 ranks, but run 'a' has rows of")
+    axes = made.collectives["axis"].where(made.collectives["seq"] % 2 == 0, "ranks 0,1")
+    groups = replace(made, collectives=made.collectives.assign(axis=axes), manifests={"a": {"mesh": None}})
+    assert "give axes" in why(reasons(groups))
+    script = replace(groups, manifests={"a": {"mesh": None, "recorded": ["train.py"]}})
+    assert why(reasons(script)) == "cannot be said: the groups of ranks are not one mesh", "nobody could give axes"
     one = replace(made, steps=made.steps[made.steps["step"] < 3])
     assert why(reasons(one)).endswith("needed beside the first and the traced one, and there are 3 in all")

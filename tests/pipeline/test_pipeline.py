@@ -475,9 +475,19 @@ def doubled():
     return model
 
 
+def says(parts):
+    """A model whose ``parts()`` returns something."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.parts = lambda: parts
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "num_stages", "begins", "told"),
     [
+        (lambda: says([("0", ["0"]), ("1", ["1"])]), 2, (), "model: its parts() returned [('0', ['0']), ('1', ['1'])]"),
+        (lambda: says({"0": ("0",), "one": ("1",)}), 2, (), "a dict with the name of each part, a module or a method"),
+        (lambda: says({"0": "0", "1": "1"}), 2, (), "and a tuple of the names of the modules and parameters"),
         (gpt, 6, (), "stages: 6 of a model with 5 parts; give 1 to 5"),
         (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin the stages behind the first; give 1 of blocks.0"),
         (gpt, 3, ("blocks.1", "blocks.0"), "begins: blocks.1, blocks.0 cannot begin the stages behind the first"),

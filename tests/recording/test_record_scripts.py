@@ -1,6 +1,7 @@
 """Scripts as torch's own pages write them, recorded from outside: the numbers are the same, and the tables are true."""
 
 import json
+import re
 import runpy
 import sys
 from itertools import product
@@ -209,6 +210,38 @@ def test_of_a_sparse_gradient_ddp_sends_the_rows_that_each_rank_has(pools, tmp_p
     assert sent["op"].tolist() == ["all_gather"] * 2
     assert sent["wire_bytes"].tolist() == [num_rows * (8 + 4 * 4) for num_rows in (2, 3)]
     assert "72 B a rank and step; messages: 1" in reported(tmp_path)["answer"]["SENT"]
+
+
+def train_seldom_together(rank, directory, steps):
+    """Parameters are averaged in every fourth step, before the optimizer's."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(directory, trace_memory=None, watch_every=8):
+        for step in range(steps):
+            model(torch.randn(2, 4)).square().mean().backward()
+            for param in model.parameters() if step % 4 == 0 else ():
+                dist.all_reduce(param.data)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (18, "20 B a rank and step; messages: 0.5; means over the first 16 steps"),
+        (8, "20 B a rank and step; messages: 0.5; means over the first 8 steps"),
+    ],
+)
+def test_where_steps_send_unlike_bytes_it_is_a_mean_of_steps_watched_in_turn(pools, tmp_path, steps, said):
+    """Not of the last one watched, which sends nothing or, as 16 divides by four, more than most."""
+    pools(2).run(train_seldom_together, tmp_path, steps)
+    found = reported(tmp_path)
+    assert found["answer"]["SENT"] == f"{said}, of which some send more"
+    row = found["strategies"][0]
+    assert (row["wire_bytes_per_step"], row["moved_bytes_per_step"]) == (20.0, 20.0)
+    assert row["exposed_comm_ms"] == 0.0, "of most steps"
+    waited = re.search(r"is waited for most in (\S+) % of all steps", found["answer"]["LATE"])
+    assert waited is None or float(waited[1]) < 50
 
 
 def train_accumulating(rank, directory, wrap, syncs):

@@ -136,7 +136,7 @@ def _with_stages(records: Records, config: CompareConfig, run: str, changes: dic
     steps = pipelined_steps(collectives, spans, config.mesh_axes(run))
     recorded = seconds_in(own)
     times = [tuple(map(usual_end, (one.done, one.foretold(), one.foretold(other)))) for one in steps]
-    around, again, changed = (median(some) / 1e6 for some in zip(*times, strict=True))
+    around, again, changed = (float(median(some)) / 1e6 for some in zip(*times, strict=True))
     return WhatIf(recorded, recorded - around + again, recorded - around + changed)
 
 

@@ -15,17 +15,19 @@ import pandas as pd
 
 from shardlab.analysis.rows import step_lengths
 from shardlab.engines import STRATEGIES
-from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.config import SEQUENCES_PER_RANK, CompareConfig
 from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import alone_verdict, data_are_lost, dead_verdict, norms_apart, trained_on_others
 from shardlab.experiment.told.pipelined import bubble_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
+from shardlab.experiment.trained.pipelined import MICRO_BATCHES_PER_RANK
 from shardlab.planner.rows import ROWS
 from shardlab.plots.text import format_bytes, format_percent, listing
 from shardlab.records.store import Records
 from shardlab.schedules import PLANS
+from shardlab.units import wrap_text
 from shardlab.vocabulary import Collective, Phase
 
 from shardlab.experiment.told.summary import (  # isort: skip
@@ -231,14 +233,18 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
     return f"; one process alone is faster with the rows of all, {one['middle']:.3g} ms"
 
 
-def messages(collectives: pd.DataFrame, averaged: Collection[str] = ()) -> "pd.Series[float]":
+def messages(
+    collectives: pd.DataFrame, averaged: Collection[str] = (), steps: pd.DataFrame | None = None
+) -> "pd.Series[float]":
     """How many messages the busiest rank sends in the last watched step, by run, without the reported loss.
 
     Args:
         collectives: table ``collectives``.
         averaged: runs of which the mean over all steps counts.
+        steps: table ``steps``, of which some may have sent nothing; None where all have.
     """
     sent, num_steps = _counted(collectives, averaged)
+    num_steps = num_steps if steps is None else counted_steps(steps, averaged).groupby("run")["step"].nunique()
     by_run = sent.groupby(["run", "rank"]).size().groupby("run").max() / num_steps
     return by_run.round(2)
 
@@ -357,11 +363,12 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     kept += f" --tp {config.tp}" if config.tp > 1 else ""
     if config.pipe > 1 and not stages.keys() <= {REFERENCE, "ddp"}:
         kept += f" --strategies {','.join(stages)}"
-    # Not what follows from the number of ranks: a record does not say whether it was chosen.
     for name in _KEPT[config.pipe > 1 :]:
         if (value := getattr(config, name)) != getattr(CompareConfig, name) and not (has_failed and name == "clip"):
-            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(str(value))}")
-    again = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}{kept}"
+            said = wrap_text(value) if name == "wrap" else str(value)
+            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(said)}")
+    sized = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}"
+    again = f"{sized}{_rows(config, config.data_ranks)}{kept}{_stages(config)}"
     if has_failed:
         return f"shardlab compare{again} --clip {(config.clip or 10) / 10:g}, or a lower learning rate"
     if doubt:
@@ -372,10 +379,11 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         halves = (
             config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
         )
-        fewer = f"{of} --ranks {max(2, config.ranks // 2)}{kept}" if halves else f"{again} --steps 50"
+        half = max(2, config.ranks // 2)
+        fewer = f"{of} --ranks {half}{_rows(config, half)}{kept}" if halves else f"{again} --steps 50"
         return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
-        return f"shardlab compare{again}{_smaller_bubble(config)}"
+        return f"shardlab compare{sized}{kept}{_smaller_bubble(config)}"
     if "fsdp" not in ran:
         return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
@@ -383,17 +391,40 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
     return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
 
 
+def _rows(config: CompareConfig, data_ranks: int) -> str:
+    """The batch, where it is none that follows from the number of ranks, and these divide it."""
+    parts, usual = data_ranks * config.accumulation, SEQUENCES_PER_RANK * config.data_ranks * config.accumulation
+    return "" if config.batch in (None, usual) or (config.batch or 0) % parts else f" --batch {config.batch}"
+
+
+def _stages(config: CompareConfig) -> str:
+    """Where stages begin, the list of actions and the number of micro-batches, where they were chosen."""
+    if config.pipe == 1:
+        return ""
+    said = _begins(config)
+    said += "" if config.schedule == CompareConfig.schedule else f" --schedule {quote(','.join(config.schedule))}"
+    usual = MICRO_BATCHES_PER_RANK * config.pipe
+    return said + ("" if config.accumulation == usual else f" --micro-batches {config.accumulation}")
+
+
+def _begins(config: CompareConfig) -> str:
+    return f" --begins {quote(','.join(config.begins))}" if config.begins else ""
+
+
 def _smaller_bubble(config: CompareConfig) -> str:
     """The options, and what they are for: the same rows in twice as many micro-batches, if they divide."""
     # Of a record the workload is a name, and the rows are there; none where data come in batches of their own.
     rows = config.batch if isinstance(config.workload, str) else config.resumed_rows
-    number, batch = config.accumulation, "" if rows is None else f" --batch {rows}"
+    number, batch, begins = config.accumulation, "" if rows is None else f" --batch {rows}", _begins(config)
     known = [name for name in config.schedule if name in PLANS]
     if known and (rows is None or rows % (2 * number * config.data_ranks) == 0):
-        return f" --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
+        return f"{begins} --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
     if others := [name for name in ("1f1b", "zb-h1") if name not in known]:  # which any number of micro-batches suits
-        return f" --schedule {','.join(others)}{batch} --micro-batches {number}: which bubble other schedules have"
-    return f" --schedule {','.join(known)} --batch {2 * (rows or 0)} --micro-batches {2 * number}: a smaller bubble"
+        begins = begins if len(config.begins) == config.pipe - 1 else ""  # these have one stage a rank
+        same = f"{begins} --schedule {','.join(others)}{batch} --micro-batches {number}"
+        return f"{same}: which bubble other schedules have"
+    batch = f" --batch {2 * (rows or 0)}"
+    return f"{begins} --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
 
 
 def answer_of_plan(

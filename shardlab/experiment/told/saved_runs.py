@@ -159,7 +159,7 @@ def config_of(records: Records) -> CompareConfig:
     return config
 
 
-_BY_STEP = "what it sends differs from step to step"
+_BY_STEP = "what it {} differs from step to step"
 MESSAGE = ["op", "axis", "tag", "dtype", "numel", "bytes", "wire_bytes", "group_size"]
 
 
@@ -168,7 +168,8 @@ def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]
 
     ``rest_bytes`` is measured. It, ``planned_rest_bytes`` and ``planned_wire_bytes`` are maxima over ranks.
     ``as_planned`` says whether the bytes at rest of every role on every rank, and every message of the last step in
-    order, equal the plan; null, with the reason, where they may differ because of the rows.
+    order, equal the plan, which is of the first batch; null, with the reason, where they may differ because of the
+    rows, and where they differ and steps do so too.
     """
     rest = _last(records.memory, run, records.memory["where"] == "rest")
     unknown = dict.fromkeys(("planned_rest_bytes", "planned_wire_bytes", "as_planned", "not_planned"))
@@ -185,8 +186,10 @@ def against_plan(run: str, records: Records, plan: Plan | str) -> dict[str, Any]
     found["planned_wire_bytes"] = float(sent.max()) if len(sent) else 0.0
     if not (held and said) and plan.by_rows:
         return found | {"not_planned": BY_ROWS}
-    if plan.is_own and _differ(records.collectives[own & (records.collectives["run"] == run)]):
-        return found | {"not_planned": _BY_STEP}
+    if (plan.is_own or not said) and _differ(records.collectives[own & (records.collectives["run"] == run)]):
+        return found | {"not_planned": _BY_STEP.format("sends")}
+    if not held and _differs_at_rest(records.memory[records.memory["run"] == run]):
+        return found | {"not_planned": _BY_STEP.format("holds")}
     return found | {"as_planned": held and said}
 
 
@@ -194,6 +197,12 @@ def _differ(collectives: pd.DataFrame) -> bool:
     """Whether steps after the first one sent different messages."""
     steps = range(1, int(collectives["step"].max()) + 1)
     return len({tuple(_said(collectives[collectives["step"] == step])) for step in steps}) > 1
+
+
+def _differs_at_rest(memory: pd.DataFrame) -> bool:
+    """Whether a run held other bytes at rest after one step than after another."""
+    rest = memory[memory["where"] == "rest"]
+    return len({frozenset(_held(rows).items()) for _, rows in rest.groupby("step")}) > 1
 
 
 def _last(table: pd.DataFrame, run: str, chosen: pd.Series, like: pd.DataFrame | None = None) -> pd.DataFrame:

@@ -15,6 +15,8 @@ from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause
 
 ALIKE = 0.1  # relative: causes that gain about the same are both named
 SURE = 0.25  # of a step: what takes less is said with care
+MOSTLY = 0.5  # of a step
+NO_MESH = "the groups of ranks are not one mesh"  # of a script, which makes its own
 COLUMNS = ("strategy", "cause", "of a step (ms)", "share (%)", "gain (ms)", "change", "evidence")
 OPTION = re.compile(r" \(--[^)]*\)")  # of the command, which a script does not have
 
@@ -42,7 +44,10 @@ def reasons(records: Records) -> dict[str, Reasons]:
         try:
             said = causes(collectives, spans, own, axes=records.manifests[str(run)].get("mesh"))
         except ValueError as error:  # ranks or times are missing, or clocks do not agree
-            said = [Cause(UNKNOWN, 0.0, 0.0, str(error), "", 0.0)]
+            known = records.manifests[str(run)]
+            has_no_mesh = "recorded" in known and known.get("mesh") is None and str(error).startswith("axes: ")
+            why_not = NO_MESH if has_no_mesh else str(error)
+            said = [Cause(UNKNOWN, 0.0, 0.0, why_not, "", 0.0)]
         step_us = float(step_lengths(own).median())
         found[str(run)] = Reasons(step_us, tuple(said), _doubt(records.manifests[str(run)]))
     return found
@@ -65,10 +70,10 @@ def why(found: Mapping[str, Reasons], *, is_script: bool = False) -> str:
     if len(found) == 1:
         (one,) = found.values()
         return (OPTION.sub("", of_one(one)) if is_script else of_one(one)) + one.doubt
-    alike: dict[str, list[str]] = {}
+    alike: dict[tuple[str, bool], list[str]] = {}
     for run, one in sorted(found.items(), key=lambda pair: -_weight(pair[1].causes[0])):
-        alike.setdefault(one.causes[0].name, []).append(run)
-    said = "; ".join(_together(name, {run: found[run].causes[0] for run in runs}) for name, runs in alike.items())
+        alike.setdefault((one.causes[0].name, _computes_little(one.causes[0])), []).append(run)
+    said = "; ".join(_together(name, {run: found[run].causes[0] for run in runs}) for (name, _), runs in alike.items())
     most = max(found, key=lambda run: found[run].causes[0].gain_us)
     best = found[most].causes[0]
     return f"{said} · {most} has most to gain: {_gain(best, found[most])}" if best.gain_us else said
@@ -79,12 +84,19 @@ def _weight(cause: Cause) -> float:
     return cause.share if cause.gain_us else float(cause.name == UNKNOWN) * -1
 
 
+def _computes_little(cause: Cause) -> bool:
+    """Whether a balanced step is none that is mostly compute, which is the share of it."""
+    return cause.name == BALANCED and cause.share < MOSTLY
+
+
 def _together(name: str, primary: Mapping[str, Cause]) -> str:
     """Runs with one primary cause: 'bandwidth in zero3 (61 % of a step) and fsdp (58 %)'."""
     if name == UNKNOWN:
         return f"of {listing(list(primary))} it {UNKNOWN}: {next(iter(primary.values())).evidence}"
     if name == BALANCED:
-        return f"{BALANCED}, mostly compute, in {listing(list(primary))}"
+        little = any(map(_computes_little, primary.values()))
+        compute = "though less than half is compute" if little else "mostly compute"
+        return f"{BALANCED}, {compute}, in {listing(list(primary))}"
     shares = [f"{run} ({format_percent(cause.share)})" for run, cause in primary.items()]
     shares[0] = shares[0].replace(")", " of a step)")
     return f"{name} in {listing(shares)}"

@@ -10,7 +10,6 @@ import pandas as pd
 from shardlab.analysis.held_bytes import at_rest, peaks_of_steps
 from shardlab.analysis.overlap import hidden_share
 from shardlab.analysis.rows import step_lengths, timed_steps
-from shardlab.engines import STRATEGIES
 from shardlab.experiment.told.pipelined import bubble_of, bubbles
 from shardlab.records.store import Records
 from shardlab.vocabulary import Phase, Role
@@ -83,7 +82,10 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     rest = at_rest(records.memory).pivot_table(index="run", columns="role", values="bytes", aggfunc="max")
     hidden = hidden_share(records.collectives, records.spans, records.steps).groupby("run")["overlap"].median()
     lengths = step_lengths(records.steps).groupby("run").median()
-    exposed = timed_steps(records.steps).groupby("run")["exposed_comm_us"].median()
+    timed = timed_steps(records.steps)
+    has_none = (timed["wire_bytes"] == 0) & timed["exposed_comm_us"].isna()  # where other steps of the run send
+    exposed = timed["exposed_comm_us"].mask(has_none & timed["run"].isin(averaged_runs(records)), 0.0)
+    exposed = exposed.groupby(timed["run"]).median()
     sources = records.steps.groupby("run")["source"].first()
     idle = bubbles(records)
     return [
@@ -267,7 +269,8 @@ def rounding_of(run: str, records: Records) -> str:
 def _bytes(run: str, rest: pd.DataFrame, records: Records) -> dict[str, Any]:
     steps = records.steps[records.steps["run"] == run]
     watched = stepped(steps.dropna(subset="wire_bytes"), records)
-    counted = counted_steps(watched, averaged_runs(records))
+    averaged = averaged_runs(records)
+    counted = counted_steps(watched_in_turn(watched, records) if run in averaged else watched, averaged)
     held = {str(role): int(num_bytes) for role, num_bytes in rest.loc[run].to_dict().items()}
     return {
         **peaks_of_steps(steps[steps["step"] >= 0]),
@@ -288,14 +291,27 @@ def ranks_differ(records: Records) -> list[str]:
 
 
 def averaged_runs(records: Records) -> list[str]:
-    """The runs of whose messages the mean over all steps counts: the reader's own, where these send unlike bytes."""
-    steps = records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"])  # fewer in a record of before
-    # Local SGD may send in the second step alone; of others the first one may send what is sent once.
-    counts = (steps["step"] > 0) | (steps["run"].isin(ranks_differ(records)) & (steps["step"] == 0))
-    sent = steps[counts].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
-    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]} - STRATEGIES.keys()
-    own = {run for run, manifest in records.manifests.items() if "recorded" not in manifest}  # of no script
-    return [run for run in records.manifests if run in unlike & own]
+    """The runs of whose messages the mean over all steps counts, where these send unlike bytes; none of torch's own."""
+    # Fewer in a record of before.
+    steps = stepped(records.steps.reindex(columns=["run", "rank", "step", "wire_bytes"]), records)
+    scripts = [run for run, manifest in records.manifests.items() if "recorded" in manifest]
+    # Local SGD may send in the second step alone; of others the first one may send what is sent once. Torch's DDP tells
+    # ranks in its second step how it has made buckets anew.
+    begins = steps["run"].isin(scripts).astype(int) - steps["run"].isin(ranks_differ(records)).astype(int)
+    sent = steps[steps["step"] > begins].groupby(["run", "rank"])["wire_bytes"].agg(["min", "max"])
+    unlike = {str(run) for run, _ in sent.index[sent["max"] > sent["min"]]}
+    return [run for run in records.manifests if run in unlike and (run in scripts or not run.startswith("torch_"))]
+
+
+def watched_in_turn(rows: pd.DataFrame, records: Records) -> pd.DataFrame:
+    """Those of ``rows``, with ``run`` and ``step``, of steps watched one after another: of a script its first ones.
+
+    What a script sends in one step of eight, it may send in each of those that are watched later.
+    """
+    for run, known in records.manifests.items():
+        if known.get("watch_every", 1) > 1:
+            rows = rows[(rows["run"] != run) | (rows["step"] < known["always_watched"])]
+    return rows
 
 
 def counted_steps(steps: pd.DataFrame, averaged: Collection[str] = ()) -> pd.DataFrame:
