@@ -68,11 +68,8 @@ def loans_of(model: nn.Module, stages: Cut, rank_of: Mapping[int, int]) -> list[
     loans = []
     for name, param in model.named_parameters():
         by_rank = used.get(param, {})
-        owner = next((rank for rank, names in by_rank.items() if name in names), None)
-        loans += [
-            Loan(name, param, owner, to, tuple(names))
-            for to, names in by_rank.items() if owner is not None and to != owner
-        ]  # fmt: skip
+        for owner in [rank for rank, names in by_rank.items() if name in names][:1]:
+            loans += [Loan(name, param, owner, to, tuple(names)) for to, names in by_rank.items() if to != owner]
     return loans
 
 
@@ -94,10 +91,8 @@ def messages_of(schedule: Schedule, outputs: Sequence[Like], loans: Sequence[Loa
         loans: see ``loans_of``.
     """
     sizes = [prod(shape) * dtype.itemsize for shape, dtype in outputs]
-    between = [
-        Sent(*way, action.tag, sizes[action.stage - (action.kind is not Kind.FORWARD)])
-        for action, way in schedule.sent().items()
-    ]
+    sent = schedule.sent().items()
+    between = [Sent(*way, one.tag, sizes[one.stage - (one.kind is not Kind.FORWARD)]) for one, way in sent]
     lent = [Sent(one.owner, one.to, one.tag, one.param.nbytes) for one in loans]
     # With one more number: whether the borrower has used it.
     back = [Sent(one.to, one.owner, f"gradient of {one.tag}", one.param.nbytes + one.param.itemsize) for one in loans]

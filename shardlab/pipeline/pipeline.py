@@ -201,13 +201,12 @@ class _Step:
         self, pipeline: Pipeline, engine: Engine, loss_fn: Loss, inputs: Sequence[Tensor], targets: Sequence[Any],
         watch: Watch, waits: Watch,
     ) -> None:  # fmt: skip
-        self.sent, self.losses = list[Pending](), list[Tensor]()
-        self.unconfirmed: dict[Action, Pending] = {}
+        self.sent, self.losses, self.unconfirmed = list[Pending](), list[Tensor](), dict[Action, Pending]()
         self._pipeline, self._engine, self._loss_fn, self._watch, self._waits = pipeline, engine, loss_fn, watch, waits
         self._inputs, self._targets, self._shapes = inputs, targets, [tuple(one.shape) for one in inputs]
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
-        self._mail: dict[Action, Tensor] = {}  # from another stage of this rank
-        self._posted: dict[Action, tuple[Tensor, Pending]] = {}
+        # From another stage of this rank; receives that are posted.
+        self._mail, self._posted = dict[Action, Tensor](), dict[Action, tuple[Tensor, Pending]]()
         self._due = deque(pipeline._order)  # messages that this rank still has to post
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, until its backward
         # Until the backward of weights.

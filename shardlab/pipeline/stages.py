@@ -37,28 +37,16 @@ def parts_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
         ValueError: it does not say, or not in this way.
     """
     if callable(parts := getattr(model, "parts", None)):
-        if not _are_parts(model, found := parts()):
-            raise ValueError(
-                f"model: its parts() returned {found!r:.80}; return a dict with the name of each part, a module or a "
-                "method of the model, and a tuple of the names of the modules and parameters that it uses"
-            )
-        return dict(found)
+        try:
+            return {name: tuple(map(str, used)) for name, used in parts().items() if [attrgetter(name)(model)]}
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"model: parts() has to return a dict, of each part the names it uses; {error}") from error
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
         return {name: (name,) for name in model._modules}  # named_children() leaves out a module that is there twice
     raise ValueError(
         f"model: {type(model).__name__} does not say where it may be cut; give an nn.Sequential, or a model with a "
         "method parts() (notebooks/guide/pipeline.md)"
     )
-
-
-def _are_parts(model: nn.Module, found: Any) -> bool:
-    if not isinstance(found, Mapping):
-        return False
-    has_names = (isinstance(own, tuple | list) and all(isinstance(one, str) for one in own) for own in found.values())
-    try:
-        return all(has_names) and all(callable(attrgetter(name)(model)) for name in found)
-    except (AttributeError, TypeError):
-        return False
 
 
 def cut(model: nn.Module, num_stages: int, begins: Sequence[str] = (), costs: Mapping[str, float] | None = None) -> Cut:

@@ -94,9 +94,8 @@ def in_time(schedule: Schedule) -> dict[Action, tuple[int, int]]:
 
 
 def programs(
-    schedule: Schedule, work: Mapping[Action, float], transfer_seconds: Seconds | float = 0.0, after: Seconds | None =
-    None,
-) -> dict[int, tuple[Item, ...]]:  # fmt: skip
+    schedule: Schedule, work: Mapping[Action, float], transfer_seconds: Seconds | float, after: Seconds | None
+) -> dict[int, tuple[Item, ...]]:
     """What each rank does, for the simulator.
 
     Args:
@@ -115,9 +114,8 @@ def _sent(schedule: Schedule, transfer_seconds: Seconds) -> dict[Action, Message
     for action, way in schedule.sent().items():
         phase = Phase.FORWARD if action.kind is Kind.FORWARD else Phase.BACKWARD
         seconds = dict.fromkeys(way, transfer_seconds(action))
-        messages[action] = last[way] = Message(
-            Collective.SEND, str(action), phase, 0, (str(action), True), seconds, after=last.get(way)
-        )
+        made = Message(Collective.SEND, str(action), phase, 0, (str(action), True), seconds, after=last.get(way))
+        messages[action] = last[way] = made
     return messages
 
 
