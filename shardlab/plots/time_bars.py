@@ -29,7 +29,7 @@ OVERLAP_COLUMNS = ("run", "source", "rank", "step", "comm_us", "both_us", "overl
 
 
 def step_times(steps: pd.DataFrame) -> go.Figure:
-    """Time of a step for each run: median and quartiles over ranks and steps.
+    """Time of a step for each run: median and quartiles over steps, of each the median over its ranks.
 
     Steps with traced memory are left out, because tracing slows them.
 
@@ -42,14 +42,15 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
     if timed.empty:
         return nothing("Time of a step", "no timed steps (steps with traced memory do not count)")
     labels = labels_of(timed)
-    note = "median and quartiles; a dot is one step on one rank"
-    if timed.groupby("label").size().max() > MAX_DOTS:
+    lengths = timed.groupby(["label", "step"])["step_us"].median()
+    note = "median and quartiles; a dot is one step, the median over its ranks"
+    if lengths.groupby("label").size().max() > MAX_DOTS:
         note = f"median and quartiles; of each run at most {MAX_DOTS} of its steps as dots"
     figure = new_figure("Time of a step", subtitle(timed, note))
     colours = run_colours(labels)
     medians = []
     for place, label in enumerate(labels):
-        times_us = timed.loc[timed["label"] == label, "step_us"].to_numpy(dtype=np.float64)
+        times_us = lengths[label].to_numpy(dtype=np.float64)
         _draw(figure, label, place, colours[label], times_us)
         medians.append(f"{label} {format_us(np.median(times_us))}")
     figure.update_layout(height=max(340, 190 + 62 * len(labels)), showlegend=False)

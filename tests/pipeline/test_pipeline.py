@@ -485,8 +485,8 @@ def says(parts):
 @pytest.mark.parametrize(
     ("make", "num_stages", "begins", "told"),
     [
-        (lambda: says([("0", ["0"])]), 2, (), "model: parts() has to return a dict, of each part the names it uses; 'l"),
-        (lambda: says({"0": ("0",), "one": ("1",)}), 2, (), "names it uses; 'Sequential' object has no attribute 'one'"),
+        (lambda: says([("0", ["0"])]), 2, (), "model: parts() has to return a dict, of each part the names it uses; "),
+        (lambda: says({"0": ("0",), "one": ("1",)}), 2, (), "it uses; 'Sequential' object has no attribute 'one'"),
         (lambda: says({"0": ("0",), "1": None}), 2, (), "names it uses; 'NoneType' object is not iterable"),
         (gpt, 6, (), "stages: 6 of a model with 5 parts; give 1 to 5"),
         (gpt, 2, ("blocks.9",), "begins: blocks.9 cannot begin the stages behind the first; give 1 of blocks.0"),
