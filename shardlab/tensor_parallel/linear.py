@@ -30,9 +30,11 @@ from torch.nn import functional
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.autograd_collectives import gather, reduce, reduce_scatter, scatter
 from shardlab.comm.slices import cut
+from shardlab.comm.trees import tensors_in
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
 from shardlab.tensor_parallel.sequence import sum_gradient
 from shardlab.tensor_parallel.shared_input import SharedInput, linear_of_gathered
+from shardlab.tensor_parallel.sources import check_sources
 
 
 class ColumnParallelLinear(nn.Module):
@@ -71,7 +73,8 @@ class ColumnParallelLinear(nn.Module):
         if linear.bias is not None:
             self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
-        self.register_forward_pre_hook(is_to_be_called)
+        self.takes_parts, self.is_checked = sequence_dim is not None, comm.num_ranks == 1
+        self.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
@@ -120,7 +123,8 @@ class RowParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = linear.bias
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
-        self.register_forward_pre_hook(is_to_be_called)
+        self.takes_parts, self.is_checked = input_is_parallel, comm.num_ranks == 1
+        self.register_forward_pre_hook(before_forward, with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
@@ -148,12 +152,19 @@ class RowParallelLinear(nn.Module):
         return f"{share}, input_is_parallel={self.input_is_parallel}"
 
 
-def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook that does nothing; at module level, so that a layer that has it can be copied and pickled.
+def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Check where the first input comes from; at module level, so that a layer with this hook is copied and pickled.
 
     In evaluation ``nn.TransformerEncoderLayer`` calls no layer and computes with their weights, as if these were whole;
     but not if one of its layers has a hook.
     """
+    assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    if module.is_checked or torch.compiler.is_compiling():
+        return
+    tensor = next(tensors_in((args, kwargs)), None)
+    if tensor is not None and tensor.grad_fn is not None:
+        check_sources(module.name, tensor, module.comm, in_parts=module.takes_parts)
+        module.is_checked = True
 
 
 def check_column(

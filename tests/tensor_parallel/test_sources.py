@@ -1,0 +1,115 @@
+"""What is whole, used where features are in parts, and the other way round: refused by the first forward."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from shardlab.comm.mesh import Mesh
+from shardlab.comm.without_ranks import on_threads
+from shardlab.engines import build_engine
+from shardlab.launch import RankError
+from shardlab.tensor_parallel import Column, OnSequence, Row, check_tp_plan, copy, parallelize_module
+from tests.dist import cases
+from tests.tensor_parallel.strangers import attended, heads_of
+
+HIDDEN, HEADS, HEAD_DIM = 8, 4, 2
+
+
+class OneKeyValueHead(nn.Module):
+    """Four query heads and one of key and value; ``shared`` takes what all ranks share."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.q, self.o = nn.Linear(HIDDEN, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, HIDDEN)
+        self.kv = nn.Linear(HIDDEN, 2 * HEAD_DIM)
+        self.q_norm, self.shared = nn.LayerNorm(HEAD_DIM), shared
+
+    def forward(self, x):
+        h = self.norm(x)
+        k, v = heads_of(self.shared(self.kv(h)), HEAD_DIM * 2).chunk(2, -1)
+        return x + self.o(attended(self.q_norm(heads_of(self.q(h), HEAD_DIM)), k, v))
+
+
+PLAN = {"q": Column(), "o": Row(), "q_norm": OnSequence()}
+SAME, CUT = (lambda x: x), torch.detach  # of the key and value
+WRONG = {
+    "a whole layer": (SAME, PLAN, "o: its input is in parts.*computed with 'kv.weight', which is whole"),
+    "a gathered layer": (SAME, PLAN | {"kv": Column(gather_output=True)}, "with 'output of kv', which is whole"),
+    "a norm without style": (CUT, {"q": Column(), "o": Row()}, "computed with 'q_norm.bias', which is whole"),
+    "a style too many": (CUT, PLAN | {"norm": OnSequence()}, "q: its input is whole.*computed with 'norm.bias', whose"),
+}
+
+
+def build(shared=SAME):
+    return cases.seeded(lambda: OneKeyValueHead(shared), 0).double()
+
+
+def loss(model):
+    x = torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return model(x).square().sum()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_wrong_plan_is_refused_by_name(wrong, device):
+    shared, plan, words = WRONG[wrong]
+    with pytest.raises(ValueError, match=words):
+        check_tp_plan(build(shared).to(device), plan, 2, loss)
+    # Without a trial too, and before anything is computed from it.
+    with pytest.raises(ValueError, match=words):
+        on_threads(2, lambda comm: loss(parallelize_module(build(shared), plan, comm)), "tensor")
+
+
+def gradients(comm, shared):
+    model = parallelize_module(build(shared), PLAN, comm)
+    loss(model).backward()
+    return {name: param.grad for name, param in model.named_parameters() if name[0] in "kn"}
+
+
+def assert_whole(found):
+    whole = build(SAME)
+    loss(whole).backward()
+    expected = {name: whole.get_parameter(name).grad for name in found}
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def test_copied_it_is_right():
+    for found in on_threads(2, lambda comm: gradients(comm, partial(copy, comm=comm)), "tensor"):
+        assert_whole(found)
+
+
+class Summed(torch.autograd.Function):
+    """A border of the user's own."""
+
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        ctx.comm.all_reduce(total).wait()
+        return total, None
+
+
+def test_a_function_of_the_users_own_is_not_refused():
+    for found in on_threads(2, lambda comm: gradients(comm, lambda x: Summed.apply(x, comm)), "tensor"):
+        assert_whole(found)
+
+
+def trains(rank, strategy, axes):
+    with Mesh(axes) as mesh:
+        model = parallelize_module(build(SAME), PLAN, mesh["tensor"])
+        with build_engine(strategy, model, partial(torch.optim.SGD, lr=0.1), mesh) as engine:
+            loss(engine)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+def test_under_an_engine_too(pools, strategy):
+    with pytest.raises(RankError, match=re.escape("'kv.weight', which is whole")):
+        pools(4).run(trains, strategy, {"data": 2, "tensor": 2})
