@@ -21,7 +21,6 @@ Legend: N ranks, x of any rank with features last. Source: Shoeybi et al., arXiv
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from torch.nn import functional
 from shardlab.comm import Communicator, broadcast_coalesced
 from shardlab.comm.autograd_collectives import gather, reduce, reduce_scatter, scatter
 from shardlab.comm.slices import cut
-from shardlab.comm.trees import tensors_in
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
 from shardlab.tensor_parallel.sequence import sum_gradient
 from shardlab.tensor_parallel.shared_input import SharedInput, linear_of_gathered
@@ -39,6 +37,9 @@ from shardlab.tensor_parallel.sources import check_sources
 
 class ColumnParallelLinear(nn.Module):
     """This rank's output features of a full linear layer.
+
+    In evaluation ``nn.TransformerEncoderLayer`` calls no layer and computes with their weights, as if these were whole;
+    but not if one of its layers has a hook, as this one has.
 
     Args:
         linear: the full layer; its parameters become those of the axis' first rank, of which this layer keeps a slice.
@@ -74,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
             self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
         self.takes_parts, self.is_checked = sequence_dim is not None, comm.num_ranks == 1
-        self.register_forward_pre_hook(before_forward, with_kwargs=True)
+        self.register_forward_pre_hook(check_sources, with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
@@ -124,7 +125,7 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
         self.takes_parts, self.is_checked = input_is_parallel, comm.num_ranks == 1
-        self.register_forward_pre_hook(before_forward, with_kwargs=True)
+        self.register_forward_pre_hook(check_sources, with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
@@ -150,21 +151,6 @@ class RowParallelLinear(nn.Module):
         """Full sizes and the share."""
         share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"
         return f"{share}, input_is_parallel={self.input_is_parallel}"
-
-
-def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check where the first input comes from; at module level, so that a layer with this hook is copied and pickled.
-
-    In evaluation ``nn.TransformerEncoderLayer`` calls no layer and computes with their weights, as if these were whole;
-    but not if one of its layers has a hook.
-    """
-    assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
-    if module.is_checked or torch.compiler.is_compiling():
-        return
-    tensor = next(tensors_in((args, kwargs)), None)
-    if tensor is not None and tensor.grad_fn is not None:
-        check_sources(module.name, tensor, module.comm, in_parts=module.takes_parts)
-        module.is_checked = True
 
 
 def check_column(

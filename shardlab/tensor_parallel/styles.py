@@ -155,7 +155,7 @@ class OwnDropout:
 
     def apply(self, name: str, module: nn.Module, comm: Communicator) -> nn.Module:
         """A ``PartDropout``."""
-        return PartDropout(_require(name, module, nn.Dropout, self), comm)
+        return PartDropout(_require(name, module, nn.Dropout, self), comm, name)
 
 
 def _require(name: str, module: nn.Module, kind: type[M], style: Style) -> M:

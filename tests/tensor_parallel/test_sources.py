@@ -11,7 +11,7 @@ from shardlab.comm.mesh import Mesh
 from shardlab.comm.without_ranks import on_threads
 from shardlab.engines import build_engine
 from shardlab.launch import RankError
-from shardlab.tensor_parallel import Column, OnSequence, Row, check_tp_plan, copy, parallelize_module
+from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, check_tp_plan, copy, parallelize_module
 from tests.dist import cases
 from tests.tensor_parallel.strangers import attended, heads_of
 
@@ -26,21 +26,22 @@ class OneKeyValueHead(nn.Module):
         self.norm = nn.LayerNorm(HIDDEN)
         self.q, self.o = nn.Linear(HIDDEN, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, HIDDEN)
         self.kv = nn.Linear(HIDDEN, 2 * HEAD_DIM)
-        self.q_norm, self.shared = nn.LayerNorm(HEAD_DIM), shared
+        self.q_norm, self.drop, self.shared = nn.LayerNorm(HEAD_DIM), nn.Dropout(0.0), shared
 
     def forward(self, x):
         h = self.norm(x)
         k, v = heads_of(self.shared(self.kv(h)), HEAD_DIM * 2).chunk(2, -1)
-        return x + self.o(attended(self.q_norm(heads_of(self.q(h), HEAD_DIM)), k, v))
+        return x + self.drop(self.o(attended(self.q_norm(heads_of(self.q(h), HEAD_DIM)), k, v)))
 
 
 PLAN = {"q": Column(), "o": Row(), "q_norm": OnSequence()}
 SAME, CUT = (lambda x: x), torch.detach  # of the key and value
 WRONG = {
-    "a whole layer": (SAME, PLAN, "o: its input is in parts.*computed with 'kv.weight', which is whole"),
+    "a whole layer": (SAME, PLAN, "o: it takes an input in parts.*computed with 'kv.weight', which is whole"),
     "a gathered layer": (SAME, PLAN | {"kv": Column(gather_output=True)}, "with 'output of kv', which is whole"),
     "a norm without style": (CUT, {"q": Column(), "o": Row()}, "computed with 'q_norm.bias', which is whole"),
-    "a style too many": (CUT, PLAN | {"norm": OnSequence()}, "q: its input is whole.*computed with 'norm.bias', whose"),
+    "a style too many": (CUT, PLAN | {"norm": OnSequence()}, "q: it takes a whole.*with 'norm.bias', whose"),
+    "dropout of all": (CUT, PLAN | {"drop": OwnDropout()}, "drop: it takes .*with 'o.bias', which is whole"),
 }
 
 
@@ -62,6 +63,24 @@ def test_a_wrong_plan_is_refused_by_name(wrong, device):
     # Without a trial too, and before anything is computed from it.
     with pytest.raises(ValueError, match=words):
         on_threads(2, lambda comm: loss(parallelize_module(build(shared), plan, comm)), "tensor")
+
+
+class Twice(nn.Module):
+    """One row for two inputs, of which the second has a factor that is whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.factor = nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN), nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.down(self.up(x)) + self.down(self.up(x) * self.factor)
+
+
+def test_each_input_of_the_first_step_is_looked_at():
+    with pytest.raises(ValueError, match=r"down: .* with 'factor', which is whole"):
+        on_threads(
+            2, lambda comm: loss(parallelize_module(Twice().double(), {"up": Column(), "down": Row()}, comm)), "tensor"
+        )
 
 
 def gradients(comm, shared):
