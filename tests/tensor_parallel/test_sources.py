@@ -1,6 +1,7 @@
 """What is whole, used where features are in parts, and the other way round: refused by the first forward."""
 
 import re
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -83,22 +84,25 @@ def test_each_input_of_the_first_step_is_looked_at():
         )
 
 
-def gradients(comm, shared):
-    model = parallelize_module(build(shared), PLAN, comm)
-    loss(model).backward()
-    return {name: param.grad for name, param in model.named_parameters() if name[0] in "kn"}
+def assert_whole(shared_over):
+    """Each rank's gradients, of what all share, are those of the whole model."""
+    whole = build()
 
+    def gradients(comm):
+        model = deepcopy(whole)  # threads that draw at once would draw other weights
+        model.shared = shared_over(comm)
+        loss(parallelize_module(model, PLAN, comm)).backward()
+        return {name: param.grad for name, param in model.named_parameters() if name[0] in "kn"}
 
-def assert_whole(found):
-    whole = build(SAME)
+    found = on_threads(2, gradients, "tensor")
     loss(whole).backward()
-    expected = {name: whole.get_parameter(name).grad for name in found}
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    for each in found:
+        expected = {name: whole.get_parameter(name).grad for name in each}
+        torch.testing.assert_close(each, expected, atol=1e-12, rtol=0)
 
 
 def test_copied_it_is_right():
-    for found in on_threads(2, lambda comm: gradients(comm, partial(copy, comm=comm)), "tensor"):
-        assert_whole(found)
+    assert_whole(lambda comm: partial(copy, comm=comm))
 
 
 class Summed(torch.autograd.Function):
@@ -117,8 +121,7 @@ class Summed(torch.autograd.Function):
 
 
 def test_a_function_of_the_users_own_is_not_refused():
-    for found in on_threads(2, lambda comm: gradients(comm, lambda x: Summed.apply(x, comm)), "tensor"):
-        assert_whole(found)
+    assert_whole(lambda comm: lambda x: Summed.apply(x, comm))
 
 
 def trains(rank, strategy, axes):
