@@ -32,7 +32,7 @@ from shardlab.comm.slices import cut
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
 from shardlab.tensor_parallel.sequence import sum_gradient
 from shardlab.tensor_parallel.shared_input import SharedInput, linear_of_gathered
-from shardlab.tensor_parallel.sources import check_sources
+from shardlab.tensor_parallel.sources import InputCheck
 
 
 class ColumnParallelLinear(nn.Module):
@@ -74,8 +74,7 @@ class ColumnParallelLinear(nn.Module):
         if linear.bias is not None:
             self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
-        self.takes_parts, self.is_checked = sequence_dim is not None, comm.num_ranks == 1
-        self.register_forward_pre_hook(check_sources, with_kwargs=True)
+        self.register_forward_pre_hook(InputCheck(comm, name, in_parts=sequence_dim is not None), with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
@@ -124,8 +123,7 @@ class RowParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = linear.bias
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
-        self.takes_parts, self.is_checked = input_is_parallel, comm.num_ranks == 1
-        self.register_forward_pre_hook(check_sources, with_kwargs=True)
+        self.register_forward_pre_hook(InputCheck(comm, name, in_parts=input_is_parallel), with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""

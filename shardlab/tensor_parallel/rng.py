@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.tensor_parallel.sources import check_sources
+from shardlab.tensor_parallel.sources import InputCheck
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours are far apart
 _LARGEST = 2**63 - 1
@@ -100,9 +100,8 @@ class PartDropout(nn.Dropout):
 
     def __init__(self, dropout: nn.Dropout, comm: Communicator, name: str) -> None:
         super().__init__(dropout.p, dropout.inplace)
-        self.comm, self.name = comm, name
-        self.takes_parts, self.is_checked = True, comm.num_ranks == 1
-        self.register_forward_pre_hook(check_sources, with_kwargs=True)
+        self.comm = comm
+        self.register_forward_pre_hook(InputCheck(comm, name, in_parts=True), with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Dropout``."""

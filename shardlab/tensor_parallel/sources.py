@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from shardlab.comm import Communicator
@@ -23,40 +24,45 @@ from shardlab.tensor_parallel.sequence import is_summed
 NAME = "_name_of_whole"  # at the parameter itself: a list of them would keep each alive
 
 
-def check_sources(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse an input from which some gradient would be a part, or a multiple, of what it should be.
-
-    A forward pre-hook, up to the first backward; at module level, so that a layer with it can be copied and pickled.
+class InputCheck:
+    """A forward pre-hook: refuses, up to the first backward, an input from which some gradient would be wrong.
 
     Args:
-        layer: with ``name``, ``comm``, ``is_checked`` and ``takes_parts``, whether its input differs by rank.
-        args: of its forward.
-        kwargs: of its forward.
-
-    Raises:
-        ValueError: what is in parts is computed with what is whole, or the other way round.
+        comm: the tensor axis.
+        name: of the layer that has the hook.
+        in_parts: it takes an input that differs by rank; False takes one that is equal on all ranks.
     """
-    if layer.is_checked or torch.compiler.is_compiling():  # of what is compiled the graph says little
-        return
-    tensor = next(tensors_in((args, kwargs)), None)
-    if tensor is None or tensor.grad_fn is None:
-        return
-    # Not at once: a layer that is called twice has two inputs.
-    tensor.register_hook(lambda _: setattr(layer, "is_checked", True))
-    for source, takes_parts in _sources(tensor.grad_fn, layer.comm):
-        if layer.takes_parts and not takes_parts:
-            raise ValueError(
-                f"{layer.name}: it takes an input in parts, and this one is computed with {source!r}, which is whole: "
-                "each rank would have a part of its gradient. Divide that too, give a norm OnSequence(), or let "
-                "shardlab.tensor_parallel.copy(tensor, comm) take what is whole, which sums the gradient. Where all is "
-                "whole, leave out OwnDropout()"
-            )
-        if takes_parts and not layer.takes_parts:
-            raise ValueError(
-                f"{layer.name}: it takes a whole input, and this one is computed with {source!r}, whose gradient is "
-                "summed over the ranks, as for parts: it would be too large. Leave out OnSequence(), or end the parts "
-                "with a Row()"
-            )
+
+    def __init__(self, comm: Communicator, name: str, *, in_parts: bool) -> None:
+        self._comm, self._name, self._in_parts, self._is_done = comm, name, in_parts, comm.num_ranks == 1
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at the first tensor that the layer is called with.
+
+        Raises:
+            ValueError: what is in parts is computed with what is whole, or the other way round.
+        """
+        if self._is_done or torch.compiler.is_compiling():  # of what is compiled the graph says little
+            return
+        tensor = next(tensors_in((args, kwargs)), None)
+        if tensor is None or tensor.grad_fn is None:
+            return
+        # Not at once: a layer that is called twice has two inputs.
+        tensor.register_hook(lambda _: setattr(self, "_is_done", True))
+        for source, takes_parts in _sources(tensor.grad_fn, self._comm):
+            if self._in_parts and not takes_parts:
+                raise ValueError(
+                    f"{self._name}: it takes an input in parts, and this one is computed with {source!r}, which is "
+                    "whole: each rank would have a part of its gradient. Divide that too, give a norm OnSequence(), or "
+                    "let shardlab.tensor_parallel.copy(tensor, comm) take what is whole, which sums the gradient; "
+                    "where all is whole, leave out OnSequence() or OwnDropout()"
+                )
+            if takes_parts and not self._in_parts:
+                raise ValueError(
+                    f"{self._name}: it takes a whole input, and this one is computed with {source!r}, whose gradient "
+                    "is summed over the ranks, as for parts: it would be too large. Leave out OnSequence(), or end the "
+                    "parts with a Row()"
+                )
 
 
 def _sources(start: Any, comm: Communicator) -> Iterator[tuple[str, bool]]:

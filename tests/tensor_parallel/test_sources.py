@@ -14,6 +14,7 @@ from shardlab.engines import build_engine
 from shardlab.launch import RankError
 from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, check_tp_plan, copy, parallelize_module
 from tests.dist import cases
+from tests.dist.test_agreement_check import Unseen
 from tests.tensor_parallel.strangers import attended, heads_of
 
 HIDDEN, HEADS, HEAD_DIM = 8, 4, 2
@@ -28,11 +29,12 @@ class OneKeyValueHead(nn.Module):
         self.q, self.o = nn.Linear(HIDDEN, HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, HIDDEN)
         self.kv = nn.Linear(HIDDEN, 2 * HEAD_DIM)
         self.q_norm, self.drop, self.shared = nn.LayerNorm(HEAD_DIM), nn.Dropout(0.0), shared
+        self.last = nn.LayerNorm(HIDDEN)
 
     def forward(self, x):
         h = self.norm(x)
         k, v = heads_of(self.shared(self.kv(h)), HEAD_DIM * 2).chunk(2, -1)
-        return x + self.drop(self.o(attended(self.q_norm(heads_of(self.q(h), HEAD_DIM)), k, v)))
+        return self.last(self.drop(self.o(attended(self.q_norm(heads_of(self.q(h), HEAD_DIM)), k, v)))).square()
 
 
 PLAN = {"q": Column(), "o": Row(), "q_norm": OnSequence()}
@@ -42,6 +44,7 @@ WRONG = {
     "a gathered layer": (SAME, PLAN | {"kv": Column(gather_output=True)}, "with 'output of kv', which is whole"),
     "a norm without style": (CUT, {"q": Column(), "o": Row()}, "computed with 'q_norm.bias', which is whole"),
     "a style too many": (CUT, PLAN | {"norm": OnSequence()}, "q: it takes a whole.*with 'norm.bias', whose"),
+    "a sum too many": (CUT, PLAN | {"last": OnSequence()}, "last: it takes .*with 'o.bias', which is whole"),
     "dropout of all": (CUT, PLAN | {"drop": OwnDropout()}, "drop: it takes .*with 'o.bias', which is whole"),
 }
 
@@ -64,6 +67,11 @@ def test_a_wrong_plan_is_refused_by_name(wrong, device):
     # Without a trial too, and before anything is computed from it.
     with pytest.raises(ValueError, match=words):
         on_threads(2, lambda comm: loss(parallelize_module(build(shared), plan, comm)), "tensor")
+
+
+def test_what_no_layer_sees_a_trial_finds():
+    with pytest.raises(ValueError, match=r"gradient of 'norm\.weight' differs from the whole model's"):
+        check_tp_plan(build(Unseen.apply), PLAN, 2, loss)
 
 
 class Twice(nn.Module):
