@@ -1,6 +1,5 @@
 """What is whole, used where features are in parts, and the other way round: refused by the first forward."""
 
-import re
 from copy import deepcopy
 from functools import partial
 
@@ -11,7 +10,6 @@ from torch import nn
 from shardlab.comm.mesh import Mesh
 from shardlab.comm.without_ranks import on_threads
 from shardlab.engines import build_engine
-from shardlab.launch import RankError
 from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, check_tp_plan, copy, parallelize_module
 from tests.dist import cases
 from tests.dist.test_agreement_check import Unseen
@@ -132,14 +130,20 @@ def test_a_function_of_the_users_own_is_not_refused():
     assert_whole(lambda comm: lambda x: Summed.apply(x, comm))
 
 
-def trains(rank, strategy, axes):
-    with Mesh(axes) as mesh:
-        model = parallelize_module(build(SAME), PLAN, mesh["tensor"])
-        with build_engine(strategy, model, partial(torch.optim.SGD, lr=0.1), mesh) as engine:
-            loss(engine)
+def refused(rank, strategies):
+    found = []
+    with Mesh({"data": 2, "tensor": 2}) as mesh:
+        for strategy in strategies:
+            model = parallelize_module(build(), PLAN, mesh["tensor"])
+            with build_engine(strategy, model, partial(torch.optim.SGD, lr=0.1), mesh) as engine:
+                with pytest.raises(ValueError, match="o: it takes an input in parts") as caught:
+                    loss(engine)
+                found.append(str(caught.value))
+    return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
-def test_under_an_engine_too(pools, strategy):
-    with pytest.raises(RankError, match=re.escape("'kv.weight', which is whole")):
-        pools(4).run(trains, strategy, {"data": 2, "tensor": 2})
+def test_under_an_engine_all_ranks_refuse_alike(pools):
+    (first, *others), *ranks = pools(4).run(refused, ["ddp", "zero3", "fsdp"])
+    assert "'kv.weight', which is whole" in first
+    assert others == [first] * 2
+    assert ranks == [[first] * 3] * 3
