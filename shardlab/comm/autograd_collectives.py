@@ -25,7 +25,7 @@ run again, and its collectives with it.
 Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g); Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,15 @@ def is_copy(node: Node) -> bool:
     """Whether a node of the graph is that of a ``copy``: gradients that pass it are summed over the ranks."""
     back, *_ = getattr(node, "conjugate", (None,))
     return back is _summed
+
+
+def border_of(node: Node) -> tuple[Sequence[int], str, bool] | None:
+    """Of a border's node: its ranks, what crosses, and whether it takes parts of a gradient, or one that is alike."""
+    conjugate: Any = getattr(node, "conjugate", ())
+    if len(conjugate) != 5:  # a hop's are fewer
+        return None
+    back, _, comm, _, tag = conjugate
+    return comm.ranks, tag.removeprefix("gradient of "), back not in (_same, _own_part)
 
 
 def reduce(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:

@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism: a plain model whose layers are divided over the tensor axis of the mesh.
 
-Read in this order: linear, shared_input, vocab_parallel, sequence, rng, styles, places, plan. A plan for any module is
-suggested: flow, regions, plan_trial, suggest.
+Read in this order: linear, shared_input, vocab_parallel, sequence, sources, rng, styles, places, plan. A plan for any
+module is suggested: flow, regions, plan_trial, suggest.
 """
 
 from shardlab.comm.autograd_collectives import copy, reduce

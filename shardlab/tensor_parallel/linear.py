@@ -21,7 +21,6 @@ Legend: N ranks, x of any rank with features last. Source: Shoeybi et al., arXiv
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +32,14 @@ from shardlab.comm.slices import cut
 from shardlab.partition.slices import TensorSlice, even_slice, parts_slice, require_divisible
 from shardlab.tensor_parallel.sequence import sum_gradient
 from shardlab.tensor_parallel.shared_input import SharedInput, linear_of_gathered
+from shardlab.tensor_parallel.sources import InputCheck
 
 
 class ColumnParallelLinear(nn.Module):
     """This rank's output features of a full linear layer.
+
+    In evaluation ``nn.TransformerEncoderLayer`` calls no layer and computes with their weights, as if these were whole;
+    but not if one of its layers has a hook, as this one has.
 
     Args:
         linear: the full layer; its parameters become those of the axis' first rank, of which this layer keeps a slice.
@@ -71,7 +74,7 @@ class ColumnParallelLinear(nn.Module):
         if linear.bias is not None:
             self.tensor_slices["bias"] = parts_slice(shape[:1], 0, sizes, comm.rank, comm.num_ranks)
             self.bias = sliced(linear.bias, self.tensor_slices["bias"])
-        self.register_forward_pre_hook(is_to_be_called)
+        self.register_forward_pre_hook(InputCheck(comm, name, in_parts=sequence_dim is not None), with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output features (..., out / N), all of them with ``gather_output``, for an input (..., in)."""
@@ -120,7 +123,7 @@ class RowParallelLinear(nn.Module):
         self.bias: nn.Parameter | None = linear.bias
         if self.bias is not None and sequence_dim is not None:
             sum_gradient(self.bias, comm, f"{name}.bias")
-        self.register_forward_pre_hook(is_to_be_called)
+        self.register_forward_pre_hook(InputCheck(comm, name, in_parts=input_is_parallel), with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """Output (..., out), or its part of the sequence, for an input (..., in / N), or (..., in) if it is whole."""
@@ -146,14 +149,6 @@ class RowParallelLinear(nn.Module):
         """Full sizes and the share."""
         share = f"{self.in_features} / {self.comm.num_ranks}, {self.out_features}"
         return f"{share}, input_is_parallel={self.input_is_parallel}"
-
-
-def is_to_be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook that does nothing; at module level, so that a layer that has it can be copied and pickled.
-
-    In evaluation ``nn.TransformerEncoderLayer`` calls no layer and computes with their weights, as if these were whole;
-    but not if one of its layers has a hook.
-    """
 
 
 def check_column(

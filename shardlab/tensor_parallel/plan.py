@@ -29,6 +29,7 @@ from shardlab.comm.observed_group import Process
 from shardlab.comm.slices import cut_state, merge_state
 from shardlab.meta_device import InitFn, reset_parameters
 from shardlab.partition.slices import slices_of
+from shardlab.tensor_parallel import sources
 from shardlab.tensor_parallel.linear import ColumnParallelLinear
 from shardlab.tensor_parallel.places import Places
 from shardlab.tensor_parallel.rng import equalise_rng
@@ -46,7 +47,8 @@ def parallelize_module(
     """Make ``model`` tensor parallel, in place; collective. Call it before an engine is built.
 
     Torch's random generators become those of the first rank too (``rng``). Whether the divided model computes what the
-    whole one does is not tried here, but by ``check_tp_plan``.
+    whole one does is not tried here, but by ``check_tp_plan``. The first forward with gradients refuses what is whole
+    where a divided layer needs parts, and the other way round (``sources``).
 
     Args:
         model: on its device, or on the meta device: then it is made module after module, so that no rank ever holds all
@@ -142,8 +144,10 @@ def divide(
     places.tie()
     # Only now is it known what has no slice; together it travels in few messages.
     slices = slices_of(model)
-    rest: list[Tensor] = [param for name, param in model.named_parameters() if name not in slices]
-    broadcast_coalesced(comm, [*rest, *model.buffers()], tag="replicated parameters and buffers from rank 0")
+    rest: dict[str, Tensor] = {name: param for name, param in model.named_parameters() if name not in slices}
+    for name, param in rest.items():
+        setattr(param, sources.NAME, name)
+    broadcast_coalesced(comm, [*rest.values(), *model.buffers()], tag="replicated parameters and buffers from rank 0")
     _share_inputs(model)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
+from shardlab.tensor_parallel.sources import InputCheck
 
 _STRIDE = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds of neighbours are far apart
 _LARGEST = 2**63 - 1
@@ -94,11 +95,13 @@ class PartDropout(nn.Dropout):
     Args:
         dropout: the plain one.
         comm: the tensor axis.
+        name: in errors.
     """
 
-    def __init__(self, dropout: nn.Dropout, comm: Communicator) -> None:
+    def __init__(self, dropout: nn.Dropout, comm: Communicator, name: str) -> None:
         super().__init__(dropout.p, dropout.inplace)
         self.comm = comm
+        self.register_forward_pre_hook(InputCheck(comm, name, in_parts=True), with_kwargs=True)
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Dropout``."""

@@ -41,7 +41,7 @@ def sum_gradient(param: Tensor, comm: Communicator, name: str) -> None:
         ValueError: ``param`` is computed, and not from parameters whose gradients are summed.
     """
     # On the meta device is what is made later.
-    if comm.num_ranks == 1 or param.is_meta or _is_summed(param):
+    if comm.num_ranks == 1 or param.is_meta or is_summed(param):
         return
     if not param.is_leaf:
         _check_computed(param, name)
@@ -53,7 +53,8 @@ def sum_gradient(param: Tensor, comm: Communicator, name: str) -> None:
     param.requires_grad_(not frozen)
 
 
-def _is_summed(param: Tensor) -> bool:
+def is_summed(param: Tensor) -> bool:
+    """Whether ``sum_gradient`` was called for it."""
     # Private: there is no public way to ask for hooks.
     hooks: Mapping[int, object] = param._backward_hooks or {}
     return any(isinstance(hook, _Sum) for hook in hooks.values())
@@ -71,7 +72,7 @@ def _check_computed(tensor: Tensor, name: str) -> None:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
-        if leaf is not None and not _is_summed(leaf):
+        if leaf is not None and not is_summed(leaf):
             raise ValueError(
                 f"{name}: it is computed from a tensor whose gradient is not summed over the tensor ranks, and this "
                 "rank's is from its part of the tokens; put shardlab.tensor_parallel.copy(tensor, comm) in its place"

@@ -21,6 +21,7 @@ from shardlab.tensor_parallel.flow import is_layer
 from shardlab.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, check_column
 from shardlab.tensor_parallel.rng import PartDropout
 from shardlab.tensor_parallel.sequence import SEQUENCE_DIM, compute_on_part, scatter_output
+from shardlab.tensor_parallel.sources import InputCheck
 from shardlab.tensor_parallel.vocab_parallel import VocabParallelEmbedding, check_embedding
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,6 +128,7 @@ class OnSequence:
     def apply(self, name: str, module: nn.Module, comm: Communicator) -> nn.Module:
         """The module itself, with hooks."""
         compute_on_part(module, comm, name, self.gather_along)
+        module.register_forward_pre_hook(InputCheck(comm, name, in_parts=True), with_kwargs=True)
         return module
 
 
@@ -155,7 +157,7 @@ class OwnDropout:
 
     def apply(self, name: str, module: nn.Module, comm: Communicator) -> nn.Module:
         """A ``PartDropout``."""
-        return PartDropout(_require(name, module, nn.Dropout, self), comm)
+        return PartDropout(_require(name, module, nn.Dropout, self), comm, name)
 
 
 def _require(name: str, module: nn.Module, kind: type[M], style: Style) -> M:

@@ -8,7 +8,7 @@ import torch
 
 from shardlab.experiment import CompareConfig, Workload, compare, show_tp_plan
 from shardlab.experiment.trained.tensor import shown_plan
-from shardlab.tensor_parallel import Column, Row
+from shardlab.tensor_parallel import Column, OnSequence, Row
 from tests.conftest import Pools
 from tests.tensor_parallel import strangers
 
@@ -113,7 +113,8 @@ def twice(model, batch, axis):
 
 
 WRONG_PLANS = {
-    "a norm of heads without a style": ({}, without("q_norm"), {}, "gradient of .blocks.0.a.q_norm.weight. differs"),
+    "a norm of heads without a style": ({}, without("q_norm"), {}, "with 'blocks.0.a.q_norm.bias', which is whole"),
+    "a sum too many": ({}, lambda plan: {**plan, "head": OnSequence()}, {}, "head: it takes an input in parts"),
     "a fused projection cut as it does not lie": (
         {"mlp": strangers.FusedGate}, lambda plan: {**plan, "blocks.*.m.gate_up": Column()}, {}, "result is another",
     ),
