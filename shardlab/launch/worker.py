@@ -141,6 +141,7 @@ def main(config: RankConfig) -> None:
     except Exception as error:
         control.send(_failure(config.rank, error))
     finally:
+        signal.signal(signal.SIGTERM, _end_soon)  # it ends anyway, and an exception would only be printed
         leave_group()
 
 
@@ -259,7 +260,8 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # this file's own frames say nothing to the reader
-    first_line = str(error).partition("\n")[0]
+    message = str(traceback.TracebackException(type(error), error, None))  # also where __str__ raises
+    first_line = message.lstrip().partition("\n")[0]
     return Failure(rank, time_ns, type(error).__name__, first_line, texts_of(error, trace), _portable(error))
 
 
@@ -267,10 +269,10 @@ def _portable(error: BaseException) -> Payload | None:
     """The exception, if it survives pickling: many cannot be built again from their ``args``."""
     try:
         payload = pack(error, "the exception")
-        unpack(payload)
+        same = str(unpack(payload)) == str(error)  # not where __init__ makes another message of the message
     except Exception:
         return None
-    return payload
+    return payload if same else None
 
 
 def _isolate(output: Connection, life: Connection, environ: Mapping[str, str]) -> None:
