@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from time import monotonic
 from types import ModuleType
 from typing import Any
@@ -157,6 +158,7 @@ class RankProcesses:
         self.board = Board(self.directory / "board", options.placement.world_size)
         self.ranks: list[RankProcess] = []
         self._children: set[psutil.Process] = set()
+        self._sender: Thread | None = None
         try:
             context = _forkserver(options.preload)
             with hidden_main():
@@ -174,9 +176,15 @@ class RankProcesses:
 
     def send(self, task: Task) -> None:
         """Send every rank the same task. A dead rank takes none; the collector learns of it from its sentinel."""
+        # In a thread: a rank that hangs after the last call, or waits for room in the pipe of its output, takes no more
+        # than its pipe holds, and this thread must read that output, and count the time.
+        self._sender = Thread(target=self._send, args=(ForkingPickler.dumps(task),), daemon=True, name="shardlab-send")
+        self._sender.start()
+
+    def _send(self, pickled: memoryview) -> None:
         for rank in self.ranks:
             with suppress(BrokenPipeError, ConnectionResetError):
-                rank.control.send(task)
+                rank.control.send_bytes(pickled)
 
     def stop(self, grace_s: float) -> None:
         """Ask idle ranks to leave, then ``end``."""
@@ -208,6 +216,8 @@ class RankProcesses:
             for child in self._children:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
+        if self._sender is not None:
+            self._sender.join(_REAP_S)  # the pipes that it writes to have no readers any more
         for rank in self.ranks:
             rank.close()
         # After the ranks: they write to the board and find each other through a file in the directory.

@@ -291,6 +291,15 @@ def test_ranks_that_do_not_come_up_in_time_are_named_and_ended(monkeypatch):
         assert pool.pids == ()
 
 
+def test_time_counts_where_a_rank_takes_no_more_than_its_pipe_holds():
+    with RankPool(2, device="cpu", limit_s=2) as pool:
+        pool.start()
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankHang, match=r"limit_s=2 s(\n.*)*rank 1: stopped by a signal"):
+            pool.run(lambda rank, tensor: rank, torch.ones(1_000_000))
+        assert works_again(pool)
+
+
 def test_a_pool_that_another_thread_closes_during_a_call_says_so():
     def talk(rank):
         current().emit("hello")
