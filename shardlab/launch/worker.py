@@ -26,6 +26,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -353,6 +354,7 @@ def _give_back() -> None:
 
 def _flush_output() -> None:
     """Write out all that this process has printed, also from C."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # the function has put None there, or has closed it
+            stream.flush()
     ctypes.CDLL(None).fflush(None)  # what C code printed sits in the C library's own buffer
