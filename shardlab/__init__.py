@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardlab.experiment.told.answer import answer
     from shardlab.experiment.told.verdicts import verdicts
     from shardlab.experiment.trained.tensor import show_tp_plan
-    from shardlab.launch import RankPool, launch
+    from shardlab.launch import RankPool
     from shardlab.models import build_model
     from shardlab.optimizers import GradScaler, ShardedOptimizer
     from shardlab.partition import Link
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DDP", "FSDP", "Bucketed", "Communicator", "CompareConfig", "Engine", "GradScaler", "Link", "Mesh", "RankPool",
     "ShardedOptimizer", "Single", "TrainStep", "Workload", "ZeRO1", "ZeRO2", "ZeRO3", "answer", "build_engine",
-    "build_model", "check_agreement", "check_strategy", "compare", "launch", "load_comparison", "load_run",
+    "build_model", "check_agreement", "check_strategy", "compare", "load_comparison", "load_run",
     "load_text", "plan", "record", "show", "show_tp_plan", "show_units", "verdicts", "write_report",
 ]  # fmt: skip
 

@@ -205,7 +205,7 @@ import shardlab.engines
 assert "pandas" not in sys.modules
 import importlib, shardlab
 [importlib.import_module(name) for name in {names}]
-[getattr(shardlab, name) for name in shardlab.__all__]
+assert not [name for name in shardlab.__all__ if isinstance(getattr(shardlab, name), type(shardlab))]
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=script_env())
     words = "compare --strategies ddp --ranks 1 --steps 1 --text grammar --device cpu --out run"

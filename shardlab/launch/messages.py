@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from torch.storage import TypedStorage
 
 from shardlab.installed import PACKAGE
 
@@ -156,6 +157,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, by_value: bool) -> None:
         super().__init__(file)
         self.sources: dict[str, str] = {}
+        self._storages: dict[int, TypedStorage] = {}  # those that are pickled, which stay alive, by address
         self._by_value = by_value
         self._registered: list[ModuleType] = []
 
@@ -166,7 +168,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 host = value.detach().cpu().requires_grad_(value.requires_grad)
                 return host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
             if str(value.dtype).startswith(_NEW_DTYPES):
-                return _with_dtype, (value.detach().view(_INTEGERS[value.itemsize]), value.dtype)
+                bits = value.detach().view(_INTEGERS[value.itemsize])
+                return _with_dtype, (bits, value.dtype, value.requires_grad)
+        if isinstance(value, TypedStorage):
+            # Each tensor makes an object of its own for it, of which pickle cannot tell that they are one storage: the
+            # rows of a matrix would go as so many matrices, and what shares memory here would not share it there.
+            first = self._storages.setdefault(value._untyped_storage._cdata, value)
+            if first is not value:
+                return _same_storage, (first, value.dtype)
         if isinstance(value, CodeType):
             # Since 3.1.3 cloudpickle leaves out the file: tracebacks, and the lines of collectives, would name none.
             return _code_of_file, (value.co_filename, *self.dispatch_table[CodeType](value))
@@ -200,8 +209,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.sources[file] = "".join(entry[2])
 
 
-def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.view(dtype)
+def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor:
+    return tensor.view(dtype).requires_grad_(requires_grad)
+
+
+def _same_storage(storage: TypedStorage, dtype: torch.dtype) -> TypedStorage:
+    return TypedStorage(wrap_storage=storage._untyped_storage, dtype=dtype, _internal=True)
 
 
 def _code_of_file(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -> CodeType:

@@ -5,7 +5,6 @@ a second, and a call on warm ranks a few milliseconds.
 """
 
 import atexit
-import math
 import sys
 import threading
 import weakref
@@ -29,6 +28,7 @@ _CLOSED_MEANWHILE = "RankPool: it was closed during this call"
 _STOP_GRACE_S = 2.0
 _INTERRUPT_GRACE_S = 1.0  # ranks are gone within 2 s of Ctrl-C; meanwhile their `finally` clauses save what they hold
 _FAILURE_GRACE_S = 0.3
+_MOST_S = 1e9  # torch, C and Python each take less than infinity
 
 
 class RankPool:
@@ -264,8 +264,8 @@ def _check_seconds(**fields: float | None) -> None:
     for name, value in fields.items():
         if value is None and name in ("limit_s", "notice_s"):
             continue
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < _MOST_S:
+            raise ValueError(f"{name}: {value!r} is given; allowed values are seconds above 0 and below 1e9")
 
 
 def check_pool(pool: RankPool, ranks: int, device: str, *, by: str = "config") -> None:

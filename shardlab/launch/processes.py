@@ -24,7 +24,9 @@ from dataclasses import dataclass
 from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from threading import Lock, Thread
 from time import monotonic
 from types import ModuleType
 from typing import Any
@@ -38,6 +40,7 @@ from shardlab.launch.messages import Stop, Task
 
 _REAP_S = 2.0
 _SPAWN_IN_THIS_SESSION = util.spawnv_passfds
+_MAIN_IS_HIDDEN = Lock()
 _ALWAYS = ("torch", "shardlab.launch.worker", "shardlab.launch.left_folders")
 # Without preloading, each rank would import these when it builds an optimizer or a table: 0.5 to 2 s of CPU time.
 # The forkserver preloads them if the parent uses them too; if not, its first start takes only the import of torch.
@@ -155,6 +158,7 @@ class RankProcesses:
         self.board = Board(self.directory / "board", options.placement.world_size)
         self.ranks: list[RankProcess] = []
         self._children: set[psutil.Process] = set()
+        self._sender: Thread | None = None
         try:
             context = _forkserver(options.preload)
             with hidden_main():
@@ -166,14 +170,21 @@ class RankProcesses:
 
     @property
     def is_alive(self) -> bool:
-        """Whether every rank still runs."""
-        return not self._ended and all(rank.process.is_alive() for rank in self.ranks)
+        """Whether every rank still runs; not in a fork of this process, whose ranks they are not."""
+        is_own = not self._ended and os.getpid() == self._owner_pid
+        return is_own and all(rank.process.is_alive() for rank in self.ranks)
 
     def send(self, task: Task) -> None:
         """Send every rank the same task. A dead rank takes none; the collector learns of it from its sentinel."""
+        # In a thread: a rank that hangs after the last call, or waits for room in the pipe of its output, takes no more
+        # than its pipe holds, and this thread must read that output, and count the time.
+        self._sender = Thread(target=self._send, args=(ForkingPickler.dumps(task),), daemon=True, name="shardlab-send")
+        self._sender.start()
+
+    def _send(self, pickled: memoryview) -> None:
         for rank in self.ranks:
             with suppress(BrokenPipeError, ConnectionResetError):
-                rank.control.send(task)
+                rank.control.send_bytes(pickled)
 
     def stop(self, grace_s: float) -> None:
         """Ask idle ranks to leave, then ``end``."""
@@ -205,6 +216,8 @@ class RankProcesses:
             for child in self._children:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
+        if self._sender is not None:
+            self._sender.join(_REAP_S)  # the pipes that it writes to have no readers any more
         for rank in self.ranks:
             rank.close()
         # After the ranks: they write to the board and find each other through a file in the directory.
@@ -263,8 +276,14 @@ def _forkserver(preload: Sequence[str] = ()) -> ForkServerContext:
     shared = (name for known, names in _IF_PARENT_HAS.items() if known in sys.modules for name in names)
     forkserver.set_forkserver_preload(list(dict.fromkeys((*_ALWAYS, *shared, *preload))))
     # Started here, and not at the first process, which would start it in this process's group.
-    with hidden_main(), _own_session():
-        multiprocessing.forkserver.ensure_running()
+    try:
+        with hidden_main(), _own_session():
+            multiprocessing.forkserver.ensure_running()
+    except ChildProcessError:  # it is a child of the process of which this one is a fork
+        raise RuntimeError(
+            "RankPool: this process is a fork of one that has started ranks, and cannot start its own; start it by "
+            "multiprocessing.get_context('spawn')"
+        ) from None
     return forkserver
 
 
@@ -274,12 +293,14 @@ def hidden_main() -> Iterator[None]:
 
     Functions travel by cloudpickle and need no ``__main__`` on the other side: a script works without a guard.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    # Of two threads that start ranks at once, the second would take the first one's empty module for the user's.
+    with _MAIN_IS_HIDDEN:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import signal
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
+from typing import Any
 
 from shardlab.launch.messages import INSTALLED, Failure, Texts
 
@@ -35,6 +36,9 @@ class RankError(RuntimeError):
         if num_left_out and os.environ.get(name) != value:
             shown = f"{of_user}({num_left_out} frames of libraries are left out; {name}={value} shows them)"
         super().__init__(f"{first_line}\n\nTraceback of rank {self.rank}:\n{shown}".rstrip())
+
+    def __reduce__(self) -> tuple[Any, ...]:  # by itself pickle would call __init__ with the message
+        return _as_it_is, (type(self), self.args), self.__dict__
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a cell: the lines that led here and the message, without the frames of the pool."""
@@ -69,6 +73,13 @@ class RankHang(RuntimeError):  # noqa: N818 - as above
         self.waiting = waiting
         self.table = table
         super().__init__(f"{summary}\n\n{table}\n\n{READ}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_is, (type(self), self.args), self.__dict__
+
+
+def _as_it_is(made: type[RuntimeError], args: tuple[str, ...]) -> RuntimeError:
+    return made.__new__(made, *args)
 
 
 def describe_exit(exit_code: int | None) -> str:
@@ -105,7 +116,9 @@ def is_users(frame: traceback.FrameSummary) -> bool:
 
 
 def _chain(found: traceback.TracebackException | None) -> Iterator[traceback.TracebackException]:
-    """The error, and the errors that it was raised from or while handling."""
+    """The error, the errors of its group, and those that it was raised from or while handling."""
     while found is not None:
         yield found
+        for part in found.exceptions or ():
+            yield from _chain(part)
         found = found.__cause__ or found.__context__

@@ -26,6 +26,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -142,6 +143,7 @@ def main(config: RankConfig) -> None:
     except Exception as error:
         control.send(_failure(config.rank, error))
     finally:
+        signal.signal(signal.SIGTERM, _end_soon)  # it ends anyway, and an exception would only be printed
         leave_group()
 
 
@@ -265,7 +267,8 @@ def _failure(rank: int, error: BaseException) -> Failure:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # this file's own frames say nothing to the reader
-    first_line = str(error).partition("\n")[0]
+    message = str(traceback.TracebackException(type(error), error, None))  # also where __str__ raises
+    first_line = message.lstrip().partition("\n")[0]
     return Failure(rank, time_ns, type(error).__name__, first_line, texts_of(error, trace), _portable(error))
 
 
@@ -273,10 +276,10 @@ def _portable(error: BaseException) -> Payload | None:
     """The exception, if it survives pickling: many cannot be built again from their ``args``."""
     try:
         payload = pack(error, "the exception")
-        unpack(payload)
+        same = str(unpack(payload)) == str(error)  # not where __init__ makes another message of the message
     except Exception:
         return None
-    return payload
+    return payload if same else None
 
 
 def _isolate(output: Connection, life: Connection, environ: Mapping[str, str]) -> None:
@@ -357,6 +360,7 @@ def _give_back() -> None:
 
 def _flush_output() -> None:
     """Write out all that this process has printed, also from C."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # the function has put None there, or has closed it
+            stream.flush()
     ctypes.CDLL(None).fflush(None)  # what C code printed sits in the C library's own buffer

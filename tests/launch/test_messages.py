@@ -79,6 +79,20 @@ def test_tensors_of_dtypes_that_torch_cannot_unpickle_travel(dtype):
         assert one.dtype == dtype
         assert one.flatten().tolist() == [1, 2][: one.numel()]
     assert isinstance(unpack(pack(weight, "a weight")), torch.nn.Parameter)
+    if dtype.is_floating_point:
+        assert unpack(pack(weight.data.requires_grad_(), "a leaf")).requires_grad
+
+
+def test_tensors_that_share_memory_share_it_on_the_other_side_and_are_sent_once():
+    """The rows of a data set, and weights that are tied through ``.data``."""
+    matrix, first, second = torch.zeros(100, 100), torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    second.weight.data = first.weight.data
+    payload = pack((list(matrix), matrix.view(torch.int32), first, second), "rows")
+    assert len(payload.blob) < 2 * matrix.nbytes
+    rows, bits, first, second = unpack(payload)
+    rows[3].fill_(1.0)
+    assert bits.sum(1).nonzero().tolist() == [[3]]
+    assert first.weight.data_ptr() == second.weight.data_ptr() != bits.data_ptr()
 
 
 def test_source_of_a_cell_travels_for_tracebacks(monkeypatch):

@@ -1,6 +1,7 @@
 """Exceptions, deaths and hangs in ranks: the caller hears who, what and where, and can go on."""
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -27,6 +28,16 @@ class NeedsTwoArgumentsError(Exception):
 
 def works_again(pool):
     return pool.run(lambda rank: rank) == list(range(pool.world_size))
+
+
+class SaysMoreError(Exception):
+    def __init__(self, number):
+        super().__init__(f"number {number}")
+
+
+class HasNoTextError(Exception):
+    def __str__(self):
+        return self.text
 
 
 def event(tag):
@@ -84,6 +95,39 @@ def test_exception_that_cannot_be_rebuilt_is_told_as_text(pools):
     with pytest.raises(RankError, match="NeedsTwoArgumentsError: this and that") as caught:
         pools(2).run(fail)
     assert caught.value.__cause__ is None
+
+
+def test_an_exception_is_the_cause_only_with_its_own_message(pools):
+    def fail(rank, error):
+        raise error(rank)
+
+    for error, message in (SaysMoreError, "number [01]"), (HasNoTextError, "<exception str.. failed>"):
+        with pytest.raises(RankError, match=f"raised {error.__name__}: {message}\n") as caught:
+            pools(2).run(fail, error)
+        assert caught.value.__cause__ is None
+
+
+def test_errors_can_be_sent_to_another_process(pools):
+    with pytest.raises(RankError) as caught:
+        pools(2).run(lambda rank: 1 / 0)
+    died, hang = RankDied(1, -9, "the table"), RankHang("rank 1 waits", (1,), "the table")
+    for error in caught.value, died, hang:
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
+
+
+def test_a_group_of_exceptions_is_shown_by_the_users_own_frames(pools):
+    def fail(rank):
+        try:
+            torch.nn.Linear(2, 3)(torch.ones(5))
+        except RuntimeError as error:
+            raise ExceptionGroup("of a task", [error]) from None
+
+    with pytest.raises(RankError, match="frames of libraries are left out") as caught:
+        pools(2).run(fail)
+    assert "torch.nn.Linear(2, 3)(torch.ones(5))" in str(caught.value)
+    assert "module.py" in caught.value.traceback_text
+    assert "module.py" not in str(caught.value)
 
 
 def test_sys_exit_in_a_rank_is_an_error(pools):
@@ -259,6 +303,15 @@ def test_ranks_that_do_not_come_up_in_time_are_named_and_ended(monkeypatch):
             pool.run(abs)
         assert "rank 1: stopped by a signal" in str(caught.value)
         assert pool.pids == ()
+
+
+def test_time_counts_where_a_rank_takes_no_more_than_its_pipe_holds():
+    with RankPool(2, device="cpu", limit_s=2) as pool:
+        pool.start()
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankHang, match=r"limit_s=2 s(\n.*)*rank 1: stopped by a signal"):
+            pool.run(lambda rank, tensor: rank, torch.ones(1_000_000))
+        assert works_again(pool)
 
 
 def test_a_pool_that_another_thread_closes_during_a_call_says_so():

@@ -10,8 +10,9 @@ import time
 from multiprocessing import Pipe
 
 import pytest
+import torch
 
-from shardlab.launch import RankError, current
+from shardlab.launch import RankError, RankPool, current
 from shardlab.launch.processes import RankOutput
 
 
@@ -46,6 +47,29 @@ def test_print_stderr_raw_writes_and_children_keep_their_order(pools, capsys):
 def test_more_than_a_pipe_holds(pools, capsys):
     pools(2).run(lambda rank: print("\n".join(str(i) for i in range(100_000))))
     assert lines_of(capsys, 1) == [str(i) for i in range(100_000)]
+
+
+def test_a_function_that_closes_its_output_still_answers():
+    def end(rank):
+        sys.stdout.close()
+        sys.stderr = None
+        return rank
+
+    with RankPool(2, device="cpu") as pool:
+        assert pool.run(end) == pool.run(lambda rank: rank) == [0, 1]
+
+
+class SpeaksWhenFreed:
+    def __init__(self):
+        self.itself = self  # a cycle, which a rank looks for after its call
+
+    def __del__(self):
+        print("x" * 300_000)
+
+
+def test_more_than_a_pipe_holds_between_two_calls_does_not_block_a_large_argument(pools):
+    pools(2).run(lambda rank: SpeaksWhenFreed() and None)
+    assert pools(2).run(lambda rank, tensor: tensor.numel(), torch.ones(1_000_000)) == [1_000_000] * 2
 
 
 def test_a_line_that_comes_in_many_parts_is_copied_once(capsys, monkeypatch):

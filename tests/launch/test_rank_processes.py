@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from shardlab.launch import RankError, RankPool
+from shardlab.launch.processes import hidden_main
 from tests.conftest import rank_processes
-from tests.launch.helpers import descendants, gone_within, script_env, start_forked, wait_for_line
+from tests.launch.helpers import descendants, gone_within, scaled, script_env, start_forked, wait_for_line
 
 # Each rank is busy in a way that is hard to end, and has a child of its own.
 BUSY = """
@@ -172,6 +174,42 @@ def test_forgotten_pool_does_not_keep_the_script_from_ending():
         [sys.executable], input=textwrap.dedent(text), capture_output=True, text=True, env=script_env(), timeout=60
     )
     assert (done.stdout, done.stderr, done.returncode) == ("[0, 1]\n", "", 0)
+
+
+def test_two_threads_that_start_ranks_at_once_keep_the_script_s_main():
+    """Without it the ranks run the script again."""
+    main, entered, may_leave = sys.modules["__main__"], threading.Event(), threading.Event()
+
+    def other():
+        with hidden_main():
+            entered.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with hidden_main():
+        thread.start()
+        entered.wait(0.2)
+    may_leave.set()
+    thread.join(60)
+    assert sys.modules["__main__"] is main
+
+
+def test_a_fork_of_this_process_is_told_that_it_cannot_start_ranks(pools):
+    pool = pools(2)
+    assert pool.run(scaled) == [0, 2]
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            pool.run(scaled)
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(read, 4096).startswith(b"RuntimeError: RankPool: this process is a fork of one that has started")
+    for end in read, write:
+        os.close(end)
+    assert pool.run(scaled) == [0, 2]
 
 
 def test_script_without_a_guard_is_run_once(tmp_path):

@@ -7,6 +7,7 @@ change; only an empty control leaves it to their number.
 
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any
 
 from ipywidgets import HTML, Dropdown, FloatText, HBox, IntText, Layout, Text, ValueWidget, VBox
@@ -83,6 +84,9 @@ class Choices:
             values = [option[1] if isinstance(option, tuple) else option for option in offered]
             if isinstance(control, Dropdown) and value not in values:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(str, values))}")
+            number = Integral if isinstance(control, IntText) else Real if isinstance(control, FloatText) else object
+            if not isinstance(value, number):  # else the control would round it, or refuse it in words of its own
+                raise ValueError(f"{name}: {value!r} is not a {'whole ' * (number is Integral)}number")
             control.value = _text(value) if isinstance(control, Text) else value
 
     def show_what_counts(self) -> None:

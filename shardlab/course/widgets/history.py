@@ -8,6 +8,7 @@ loss_curves(history.records().steps)
 """
 
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -61,19 +62,22 @@ class RunHistory:
         self.runs = {number: run for number, run in found.items() if run is not None}
         self._pool: RankPool | None = None
         self._pool_is_for: tuple[int, str, float] | None = None
-        self._stopping = False
+        self._stopping = threading.Event()
 
     def next_directory(self) -> Path:
         """The directory of the next run."""
         taken = [_number(path) for path in self.directory.glob(f"{PREFIX}*")]
         return self.directory / f"{PREFIX}{max(taken, default=0) + 1:03}"
 
-    def run(self, config: CompareConfig, *, directory: Path | None = None) -> int:
+    def run(
+        self, config: CompareConfig, *, directory: Path | None = None, stopping: threading.Event | None = None
+    ) -> int:
         """Run ``config`` and return its number. Ranks stay warm for the next run with the same number of ranks.
 
         Args:
             config: what to run.
             directory: ``next_directory()``, for callers that need to know it before.
+            stopping: what ``stop`` sets, for callers that may want to stop the run before it has begun.
 
         Raises:
             RankError: a rank failed; what it had recorded is in ``runs``.
@@ -81,10 +85,10 @@ class RunHistory:
         """
         directory = self.next_directory() if directory is None else directory
         claim(directory)
-        number, self._stopping = _number(directory), False
+        number, self._stopping = _number(directory), stopping or threading.Event()
 
         def progressed(_: Progress) -> None:
-            if self._stopping:  # stop() was called between two calls of the pool, which had nothing to interrupt
+            if self._stopping.is_set():  # by stop() between two calls of the pool, which had nothing to interrupt
                 raise KeyboardInterrupt
 
         try:
@@ -99,7 +103,7 @@ class RunHistory:
 
     def stop(self) -> None:
         """End the current run, which another thread started; its records so far stay on disk."""
-        self._stopping = True
+        self._stopping.set()
         if self._pool is not None:
             self._pool.interrupt()
 

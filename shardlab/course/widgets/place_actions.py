@@ -20,9 +20,15 @@ class Board:
 
     Attributes:
         lists: what each rank does so far.
+
+    Raises:
+        ValueError: a number is none from 1.
     """
 
     def __init__(self, num_ranks: int, num_micro_batches: int) -> None:
+        for name, number in (("num_ranks", num_ranks), ("num_micro_batches", num_micro_batches)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name}: {number!r} is given; allowed values are integers from 1")
         self.lists: list[list[Action]] = [[] for _ in range(num_ranks)]
         self._number, self._ends, self._order = num_micro_batches, dict[Action, int](), list[Action]()
 
@@ -84,16 +90,16 @@ class Board:
         return Schedule(tuple(map(tuple, self.lists)))
 
     def __str__(self) -> str:
-        """A row for each rank, a column of three letters for each slot; then the bubble."""
+        """A row for each rank, columns of equal width for the slots; then the bubble."""
         last = max(self._ends.values(), default=0)
-        rows = []
+        width, rank_width, rows = 1 + len(str(self._number - 1)), len(str(len(self.lists) - 1)), []
         for rank, actions in enumerate(self.lists):
-            cells = [" . "] * last
+            cells = [f"{'.':>{width}} "] * last
             for action in actions:
                 end, text = self._ends[action], f"{action.kind}{action.micro_batch}"
                 for slot in range(end - SLOTS[action.kind], end):
-                    cells[slot] = f"{text:>2} "
-            rows.append(f"rank {rank}  {''.join(cells)}".rstrip())
+                    cells[slot] = f"{text:>{width}} "
+            rows.append(f"rank {rank:<{rank_width}}  {''.join(cells)}".rstrip())
         share = sum(self.idle) / (last * len(self.lists)) if last else 0.0
         done = "complete" if self.is_complete else f"{len(self._order)} of {2 * self._number * len(self.lists)} placed"
         return "\n".join([*rows, f"{last} slots, {share:.0%} of the ranks' time idle so far; {done}"])

@@ -82,6 +82,7 @@ class Workbench(Panel):
         self.lines = HTML()
         self.upper, self.lower = map(Picture, _examples())
         self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()  # of the current run, which its thread may not have begun yet
         self._is_filling = False  # the list of runs is being replaced, and its events must not draw
         self._is_live = False  # the figures belong to the current run
         self._is_wrong = False  # the message shows an error of the controls
@@ -106,6 +107,7 @@ class Workbench(Panel):
         """Run the configuration of the controls in a thread, as the Run button does. Errors are shown, not raised."""
         if self.is_running or (config := self._checked()) is None:
             return
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run_and_tell, args=(config,), daemon=True)
         self._set_running(True)  # before the thread, which says at its end that nothing runs
         self._thread.start()
@@ -118,7 +120,11 @@ class Workbench(Panel):
 
         Raises:
             ValueError: there is no such control, or the values are invalid.
+            RuntimeError: there is a current run.
         """
+        if self.is_running:
+            raise RuntimeError("workbench: a run goes on; wait for it, by wait(), or end it, by stop()")
+        self._stopping = threading.Event()
         self.choose(**changes)
         config = self.config()
         self._set_running(True)
@@ -139,6 +145,7 @@ class Workbench(Panel):
         """End the current run, as the Stop button does. It joins the others with the steps that it has finished."""
         if self.is_running:
             self.message.say("Stopping.")
+            self._stopping.set()
             self.history.stop()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -194,7 +201,7 @@ class Workbench(Panel):
         view = LiveView(directory, **parts, num_steps=config.steps).start()
         self._is_live = True
         try:
-            number = self.history.run(config, directory=directory)
+            number = self.history.run(config, directory=directory, stopping=self._stopping)
         finally:  # also if it was stopped or has failed: then the table says so
             view.stop()
             self._is_live = False

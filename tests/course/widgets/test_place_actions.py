@@ -1,5 +1,7 @@
 """A schedule placed by hand: legal moves begin as early as they can, others are refused with the reason."""
 
+import pytest
+
 from shardlab.course.widgets.place_actions import Board, place_actions
 from shardlab.schedules import Kind, make_schedule, play
 
@@ -23,6 +25,18 @@ def test_moves_are_refused_with_their_reason_and_the_bubble_is_that_of_the_clock
     played = play(make_schedule("1f1b", 2, 2), {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0})
     assert (board.schedule(), board.idle) == (played.schedule, played.idle)
     assert str(board).splitlines()[-1] == "9 slots, 33% of the ranks' time idle so far; complete"
+
+
+def test_columns_stand_below_each_other_whatever_the_numbers():
+    board = Board(11, 11)
+    for number in range(11):
+        assert board.place(f"0F{number}") == board.place(f"1F{number}") == ""
+    rows = str(board).splitlines()
+    assert rows[0].index("F10") + 4 == rows[1].index("F10") == len(rows[1]) - 3
+    assert [place for place, letter in enumerate(rows[10]) if letter == "."] == list(range(11, 11 + 4 * 12, 4))
+    for numbers in (0, 2), (2, 0), (2, 1.5):
+        with pytest.raises(ValueError, match="integers from 1"):
+            Board(*numbers)
 
 
 def test_buttons_place_the_next_of_a_rank():

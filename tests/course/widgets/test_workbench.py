@@ -132,3 +132,32 @@ def test_a_run_stopped_before_its_first_step_leaves_nothing(tmp_path, monkeypatc
     assert bench.message.text == "The run was stopped before a step was finished."
     assert not bench.history.runs
     bench.close()
+
+
+def test_stop_counts_before_the_thread_has_begun_and_no_second_run_begins_meanwhile(tmp_path, monkeypatch):
+    bench, stopped = workbench(QUICK, tmp_path), threading.Event()
+    directory = bench.history.next_directory
+    monkeypatch.setattr(bench.history, "next_directory", lambda: stopped.wait(60) and directory())
+    monkeypatch.setattr(
+        "shardlab.course.widgets.history.compare", lambda *args, pool, on_progress: on_progress("the first")
+    )
+    bench.start()
+    with pytest.raises(RuntimeError, match="a run goes on"):
+        bench.run()
+    assert (bench.run_button.disabled, bench.stop_button.disabled) == (True, False)
+    bench.stop()
+    stopped.set()
+    assert bench.wait(60)
+    assert bench.message.text == "The run was stopped before a step was finished."
+    bench.close()
+
+
+def test_controls_of_numbers_take_no_others():
+    bench = workbench(QUICK)
+    for value in (1.5, "3", None):
+        with pytest.raises(ValueError, match=r"steps: .* is not a whole number"):
+            bench.choose(steps=value)
+    with pytest.raises(ValueError, match="bucket_mib: 'x' is not a number"):
+        bench.choose(bucket_mib="x")
+    assert bench.config().steps == QUICK.steps
+    bench.close()
