@@ -46,10 +46,10 @@ ROOMS = {
 # the reader's model, loss and loader as they are, arrays and strings that are cut (experiment 47), penalties (same 7);
 # the reader's own autocast, units of stages and losses that call backward (experiment 23), an emulated link's share
 # of a message (why 10); options that differ by rank (engines 7), results that cannot be made again (launch 7), an
-# optimizer that is none, a dataset's generator (experiment 16), steps that send unlike bytes, and what NEXT keeps (experiment 53,
-# recording 10); when a message of stages leaves (why 17); wholes in front of divided layers (tensor_parallel 53, comm 6);
-# threads, forks and storages of ranks (launch 43); what students of a class write (course 68), what else ranks do that
-# one process does not (same 46), files and numbers that are none (cli 7, planner 5).
+# optimizer that is none, a dataset's generator (experiment 16); steps that send unlike bytes, what NEXT keeps
+# (experiment 53, recording 10); when a message of stages leaves (why 17); wholes in front of divided layers
+# (tensor_parallel 53, comm 6); threads, forks and storages of ranks (launch 43); what a class writes (course 68), what
+# else ranks do that one process does not (same 46), files and numbers that are none (cli 7, planner 5).
 WHOLE = 38_198
 
 NO_CODE = {
