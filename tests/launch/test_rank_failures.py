@@ -296,6 +296,9 @@ def test_ranks_that_do_not_come_up_in_time_are_named_and_ended(monkeypatch):
         def __init__(self, config):
             super().__init__(config)
             os.kill(self.ranks[1].process.pid, signal.SIGSTOP)
+            if self.ranks[1].control.poll(0.2):  # on a busy machine it was up already
+                self.end(0.0)
+                self.__init__(config)
 
     with RankPool(2, device="cpu", start_s=1.0) as pool:
         monkeypatch.setattr("shardlab.launch.pool.RankProcesses", OneStops)
