@@ -194,6 +194,7 @@ def test_two_threads_that_start_ranks_at_once_keep_the_script_s_main():
     assert sys.modules["__main__"] is main
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # of Python 3.12
 def test_a_fork_of_this_process_is_told_that_it_cannot_start_ranks(pools):
     pool = pools(2)
     assert pool.run(scaled) == [0, 2]
