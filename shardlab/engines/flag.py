@@ -39,6 +39,7 @@ class Flag:
     ) -> None:  # fmt: skip
         self._comms, self._device, self._is_due = comms, device, is_due
         self._pairs = list(zip(params, stepped, strict=True))
+        self._has_pieces = any(stepped is not param for param, stepped in self._pairs)
         self.moved: set[int] = set()
         self._raised: Exception | None = None  # what this rank raises, of the flag that was sent
         self._unused: list[int] = []  # places of the parameters that it did not use
@@ -47,7 +48,7 @@ class Flag:
     @unrefused
     def begin(self, *, sends: bool) -> None:
         """A backward begins: note what it may send, and what has means: new ones may come before it ends."""
-        for param, stepped in self._pairs:
+        for param, stepped in self._pairs if sends or self._has_pieces else ():  # at each micro-batch
             if (sends and param.grad is not None) or (stepped is not param and stepped.grad is not None):
                 self.moved.add(id(param))
 

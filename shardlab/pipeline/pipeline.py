@@ -140,8 +140,8 @@ class Pipeline:
         sends = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
         sends += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
-        with self._lent(engine, step.sent, waits), kept:
-            with engine.no_sync(), engine.looked_at_once():
+        with self._lent(engine, step.sent, waits), kept, engine.looked_at_once():
+            with engine.no_sync():
                 for action in self._actions[:sends]:
                     step.do(action)
             for action in self._actions[sends:]:

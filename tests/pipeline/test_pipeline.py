@@ -367,9 +367,9 @@ def twice(_, m, make):
 def test_a_second_run_adds_to_the_means_and_guards_look_once(pools, make, m):
     for once, both, moments in pools(4).run(twice, m, make):
         assert both == pytest.approx(2 * once, abs=1e-12)
-        # Before the block and behind it, and at the backward that sends.
-        assert moments.count(Moment.BACKWARD) <= 2
-        assert moments.count(Moment.BACKWARD_ENDED) == (m > 1)
+        # At the first of all backwards, and at the last, which sends.
+        ends = Moment.BACKWARD, Moment.BACKWARD_ENDED, Moment.BACKWARD_SENDS
+        assert [moments.count(one) for one in ends] == [1, 0, 1]
 
 
 def scaled(rank, make):
