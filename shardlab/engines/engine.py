@@ -177,7 +177,7 @@ class Engine(AnyEngine):
             raise
 
     def looked_at_once(self) -> contextlib.AbstractContextManager[None]:
-        """Inside ``no_sync()``: guards look before and behind the block, not at each forward and backward in it.
+        """Inside, guards look at the first forward and backward, at one that sends, and behind the block.
 
         Of what a forward in it brings, ``backward`` is called, and never a plain one, which outputs tell of elsewhere.
         """
