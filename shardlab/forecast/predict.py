@@ -195,20 +195,7 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
             "Norms keep what fused ones keep; written operation by operation in 32 bits, as in transformers, they keep "
             f"{norms / 1e9:.3g} GB more at the peak."
         )
-    if job.assumed_gigabits:
-        least, most = job.assumed_gigabits
-        found.append(
-            f"The network between hosts is not known: {least:g} to {most:g}Gb/s per GPU, what is usual for the card, "
-            f"are assumed, with {job.links.per_host} GPUs a host and {job.card.inside} inside; say it with network= or "
-            f"--network. What a step is spent on is over {most:g}."
-        )
-    elif job.network is None and job.data * job.tensor > 1:
-        found.append(f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed.")
-    if not job.links.is_switched:
-        found.append(
-            "Hosts of four GPUs are taken to have no switch, so that two GPUs have a third of their links for each "
-            "other; where there is one, give both directions in numbers, such as 900GB/s, for the link's name."
-        )
+    found += _on_network(job)
     if job.accumulation > 1 and not job.row.alone:
         found.append(
             "Only the last micro-batch reduces gradients, which until then are whole on every rank: the others run in "
@@ -225,6 +212,24 @@ def _sentences(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -
         beside = "go in parts, beside products" if job.async_tensor else "are not split or overlapped"
         found.append(f"Tensor-parallel messages {beside}, and gather an input once for all products of it{sums}.")
     return [*found, *_on_pairs(job, pairs, factors)]
+
+
+def _on_network(job: Job) -> Iterator[str]:
+    """What is taken for the links, where nobody has said it."""
+    if job.assumed_gigabits:
+        least, most = job.assumed_gigabits
+        yield (
+            f"The network between hosts is not known: {least:g} to {most:g}Gb/s per GPU, what is usual for the card, "
+            f"are assumed, with {job.links.per_host} GPUs a host and {job.card.inside} inside; say it with network= or "
+            f"--network. What a step is spent on is over {most:g}."
+        )
+    elif job.network is None and job.data * job.tensor > 1:
+        yield f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed."
+    if not job.links.is_switched:
+        yield (
+            "Hosts of four GPUs are taken to have no switch, so that two GPUs have a third of their links for each "
+            "other; where there is one, give both directions in numbers, such as 900GB/s, for the link's name."
+        )
 
 
 def _on_pairs(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:

@@ -119,9 +119,7 @@ def _read(rank: int, path: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool: RankPool) -> Iterator[Mark]:
-    defined: dict[str, str] = {}
-    troubles: dict[str, str] = {}
-    again: dict[str, str] = {}
+    defined, troubles, again = dict[str, str](), dict[str, str](), dict[str, str]()
     unread = []
     for file in files:
         if why := why_not_ready(pool):
@@ -147,14 +145,7 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
     for exercise in exercises:
         name = exercise.function_name
         if name in defined:
-            report = examine(exercise, FromFile(defined[name], name), pool)
-            passed = report.verdict is Verdict.PASSED
-            told = f"{report.reason}{_place(report.detail)}".replace(f"{Path(defined[name]).parent}/", "")
-            because = [troubles[one] for one in UNKNOWN.findall(told) if one in troubles]
-            whose = "" if passed else again.get(name, "")
-            reason = ". ".join(filter(None, (told, *because, report.mistake.rstrip("."), whose)))
-            score = asdict(report.score) | {"points": exercise.points} if passed else {}
-            yield Mark(student, exercise.name, report.verdict, reason, **score)
+            yield _judged(student, exercise, defined[name], pool, troubles, again.get(name, ""))
         elif name in troubles:
             yield Mark(student, exercise.name, Verdict.FAILED, troubles[name])
         else:
@@ -162,6 +153,17 @@ def _marks(student: str, files: list[Path], exercises: Sequence[Exercise], pool:
             advice = [f"did you mean {meant}? Then rename it"] if meant else []
             reason = "; ".join([*unread, *advice, f"there is no function {name}"])
             yield Mark(student, exercise.name, Verdict.FAILED, reason, handed_in=bool(meant))
+
+
+def _judged(student: str, exercise: Exercise, path: str, pool: RankPool, troubles: dict[str, str], again: str) -> Mark:
+    """The mark of a function in a file; of one that fails also what in the file had trouble, and where another is."""
+    report = examine(exercise, FromFile(path, exercise.function_name), pool)
+    told = f"{report.reason}{_place(report.detail)}".replace(f"{Path(path).parent}/", "")
+    because = [troubles[one] for one in UNKNOWN.findall(told) if one in troubles]
+    passed = report.verdict is Verdict.PASSED
+    reason = ". ".join(filter(None, (told, *because, report.mistake.rstrip("."), "" if passed else again)))
+    score = asdict(report.score) | {"points": exercise.points} if passed else {}
+    return Mark(student, exercise.name, report.verdict, reason, **score)
 
 
 def _meant(name: str, others: Sequence[str]) -> str:
