@@ -19,10 +19,11 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
@@ -154,13 +155,17 @@ class Engine(AnyEngine):
             if tensor.grad_fn is not None and not (self._guards is not None and self._guards.looks_once):
                 tensor.register_hook(self._output_reached)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False, gradient: Tensor | None = None) -> None:
+    def backward(
+        self, loss: Tensor | Sequence[GradientEdge], retain_graph: bool = False,
+        gradient: Tensor | Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
         """Gradients of ``loss``, averaged over the data axes unless inside ``no_sync()``.
 
         Args:
-            loss: of this rank's rows.
+            loss: of this rank's rows; or edges of the graph at which it begins.
             retain_graph: keep the graph, so that another backward through it can add its gradients.
-            gradient: with which backward begins, of the shape of ``loss``; None where that is one number.
+            gradient: with which backward begins, of the shape of ``loss``, or one for each edge; None where that is one
+                number.
 
         Raises:
             RuntimeError: this backward raised on another rank, or guards refuse it; on all ranks. Or the last backward
@@ -169,19 +174,39 @@ class Engine(AnyEngine):
         self._check_usable()
         try:
             self._begin()
-            loss.backward(gradient, retain_graph=retain_graph)
+            if isinstance(loss, Tensor):
+                loss.backward(cast("Tensor | None", gradient), retain_graph=retain_graph)
+            else:
+                torch.autograd.backward(loss, gradient, retain_graph=retain_graph)
             self._end()
         except BaseException as error:
             if self._running:  # else the end of the backward has raised, on all ranks
                 self._fail(error)
             raise
 
-    def looked_at_once(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def looked_at_once(self) -> Iterator[None]:
         """Inside, guards look at the first forward and backward, at one that sends, and behind the block.
 
-        Of what a forward in it brings, ``backward`` is called, and never a plain one, which outputs tell of elsewhere.
+        Each backward in it is one of ``backward``, and never a plain one, of which hooks of outputs and of parameters
+        tell elsewhere.
         """
-        return contextlib.nullcontext() if self._guards is None else self._guards.looking_once(self)
+        # Private: torch has no other way to leave hooks out for a while. Of a step of small kernels those of parameters
+        # are 3 %, though all they find is that a backward runs. Where there is one of the user's they stay, beside it.
+        # (With guards a sharded parameter is of another class, and would not be asked.)
+        plain = [param for param in self.params.values() if type(param) is nn.Parameter]
+        taken = [(param, hooks) for param in plain if (hooks := param._backward_hooks) and len(hooks) == 1]
+        for param, _ in taken:
+            param._backward_hooks = None
+        try:
+            with contextlib.nullcontext() if self._guards is None else self._guards.looking_once(self):
+                yield
+        finally:
+            for param, hooks in taken:
+                if param._backward_hooks is None:
+                    param._backward_hooks = hooks
+                else:  # a forward has registered one
+                    param._backward_hooks.update(hooks)
 
     def finish_gradients(self) -> None:
         """Return when the gradients are means over the data axes; collective unless they are means already.

@@ -1,8 +1,8 @@
 """Backward in two halves: linear layers whose weights' gradients wait, and all else at once.
 
 Inside ``late_weights`` a linear layer's backward brings the gradient of its input alone, and notes what the weight's
-is made of: its input and the gradient of its output. ``backward_of_weights`` multiplies them, later, and hands the
-products to autograd at the parameters themselves, so that hooks on gradients run; in the first half they are called
+is made of: its input and the gradient of its output. ``edges_and_gradients`` multiplies them, later, and a backward
+hands the products to the parameters themselves, so that hooks on gradients run; in the first half they are called
 with None. Gradients of biases, norms and embeddings, a small part of the work, come with the first half.
 Source: Qi et al., arXiv 2401.10241, section 2.
 """
@@ -62,9 +62,7 @@ class late_weights(TorchFunctionMode):  # noqa: N801, used as a function: ``with
         return output if bias is None else output + bias
 
 
-def backward_of_weights(late: Late) -> None:
-    """The second half: the gradients of the weights, added to those that are there."""
+def edges_and_gradients(late: Late) -> tuple[list[GradientEdge], list[Tensor]]:
+    """With which the second half begins: where the weights' gradients belong, and themselves."""
     rows = ((torch.atleast_2d(one).flatten(0, -2) for one in pair) for _, *pair in late)
-    products = [gradient.T @ given for given, gradient in rows]
-    if products:
-        torch.autograd.backward([edge for edge, _, _ in late], products)
+    return [edge for edge, _, _ in late], [gradient.T @ given for given, gradient in rows]

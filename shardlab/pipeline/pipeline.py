@@ -35,7 +35,7 @@ from shardlab.comm.events import Pending, wait_all
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.engines.autograd_nodes import gradient_node
 from shardlab.engines.engine import Engine
-from shardlab.pipeline.late_weights import Late, backward_of_weights, late_weights
+from shardlab.pipeline.late_weights import Late, edges_and_gradients, late_weights
 from shardlab.pipeline.messages import TIED, Like, loans_of
 from shardlab.pipeline.stages import Cut, cut, lend, module_of
 from shardlab.schedules.actions import LAST, Action, Kind, Schedule, W
@@ -219,7 +219,9 @@ class _Step:
             received = None if need is None else self._take(need)
         with self._watch(action):
             if action.kind is Kind.BACKWARD_OF_WEIGHTS:
-                backward_of_weights(self._late.pop(action[1:]))
+                edges, gradients = edges_and_gradients(self._late.pop(action[1:]))
+                if edges:
+                    self._engine.backward(edges, gradient=gradients)
                 return
             compute = self._forward if action.kind is Kind.FORWARD else self._backward
             if (brings := compute(action, received)) is not None:

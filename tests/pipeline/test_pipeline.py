@@ -372,6 +372,42 @@ def test_a_second_run_adds_to_the_means_and_guards_look_once(pools, make, m):
         assert [moments.count(one) for one in ends] == [1, 0, 1]
 
 
+def hooked(_, make):
+    """How often hooks of one's own have seen a gradient, after a run and after a plain backward behind it."""
+    seen, known = {"before": 0, "in forward": 0}, []
+
+    def count(when):
+        def see(_):
+            seen[when] += 1
+
+        return see
+
+    with Mesh({"pipe": 2, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(), make_schedule("1f1b", 2, 3), mesh)
+        first, second, *_ = pipeline.module.parameters()
+
+        def watched(*_):
+            if not known:
+                known.append(second.register_hook(count("in forward")))
+
+        with build_engine(make(), pipeline.module, sgd, mesh) as engine:
+            first.register_hook(count("before"))
+            inputs, targets = (every[0] for every in rows(1, 3))
+            next(pipeline.module.modules()).register_forward_pre_hook(watched)
+            pipeline.run(engine, loss_fn, inputs, targets)
+            counts = dict(seen)
+            engine.zero_grad()
+            num = engine.num_backwards
+            sum(param.sum() for param in engine.params.values()).backward()  # past the engine's own outputs
+            known[0].remove()
+            return counts, engine.num_backwards - num, len(second._backward_hooks)
+
+
+@pytest.mark.parametrize("make", [DDP, ZeRO1])
+def test_hooks_of_ones_own_see_each_micro_batch_and_a_plain_backward_behind_a_run_is_noticed(pools, make):
+    assert pools(2).run(hooked, make) == [({"before": 3, "in forward": 3}, 1, 1)] * 2
+
+
 def scaled(rank, make):
     """The scale, and whether the engine has stepped, where only the first stage overflows."""
     with Mesh({"pipe": 2, "data": 1}) as mesh:
