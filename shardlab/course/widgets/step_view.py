@@ -141,7 +141,6 @@ def held_by_rank(ranks: pd.DataFrame, most_bytes: float, moment: str) -> go.Figu
     if held.empty:
         return nothing("Held by each rank", "memory was not recorded")
     figure, held = new_figure("Held by each rank", moment), held.assign(label="rank " + held["rank"].astype(str))
-    stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
-    totals = held.groupby("label")["bytes"].sum()
+    totals = stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
     figure.update_xaxes(range=[0, 1.02 * most_bytes / byte_scale(float(totals.max()))[0]])
     return finish(figure, f"Held by each rank ({moment}): {byte_listing(totals)}.")
