@@ -16,7 +16,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Self
 
-from IPython.core.getipython import get_ipython
 from ipywidgets import VBox
 
 from shardlab.course.widgets.panel import Message, Panel, Picture
@@ -67,7 +66,6 @@ class LiveView(Panel):
         self.curves = curves or Picture(nothing("Training", "no step has ended yet"))
         self.timeline = timeline or Picture(nothing(TIMELINE, "no step has ended yet"))
         self._directory, self._began, self._num_steps = directory, monotonic(), num_steps
-        self._cell: int | None = None  # the cell in which it is shown
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         super().__init__(VBox([self.message.widget]), (self.curves, self.timeline), "live view of a run")
@@ -112,10 +110,7 @@ class LiveView(Panel):
         self.stop()
 
     def _ipython_display_(self) -> None:
-        cell = getattr(get_ipython(), "execution_count", None)
-        if cell is None or cell != self._cell:  # else it stands in this cell already, from before the run
-            super()._ipython_display_()
-        self._cell = cell
+        super()._ipython_display_()
         self.start()
 
     def _watch(self) -> None:
