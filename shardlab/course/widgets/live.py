@@ -61,7 +61,6 @@ class LiveView(Panel):
         message: Message | None = None, num_steps: int | None = None,
     ) -> None:  # fmt: skip
         self.progress: Records | None = None
-        self.num_updates = 0
         self.message = message or Message("Waiting for the first step.")
         self.curves = curves or Picture(nothing("Training", "no step has ended yet"))
         self.timeline = timeline or Picture(nothing(TIMELINE, "no step has ended yet"))
@@ -92,7 +91,6 @@ class LiveView(Panel):
         if not len(steps) or (not final and self.progress is not None and len(self.progress.steps) == len(steps)):
             return
         self.progress, last = progress, steps.iloc[-1]
-        self.num_updates += 1
         held = progress.memory[progress.memory["role"] != Role.UNATTRIBUTED]  # what the strategy holds
         self.curves.replace(training_progress(steps[steps["rank"] == 0], held), final=final)
         moved = progress.collectives[progress.collectives["phase"] != Phase.METRICS]
