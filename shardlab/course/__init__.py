@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from shardlab.analysis import with_group
     from shardlab.course.capstone import Scores, score
     from shardlab.course.divided_weights import weight_slices, weights_table
-    from shardlab.course.exercises.eight_programs import is_at_fault, mended, numbered
     from shardlab.course.exercises.exercise import (  # isort: skip
         Case, Exercise, Measured, Message, Traffic, VirtualClock, call, call_in_place, call_without_ranks,
     )  # fmt: skip
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from shardlab.course.on_a_clock import virtual_steps
     from shardlab.course.printed_runs import outcome, terminal, told
     from shardlab.course.recorded_steps import bubbles, played_of, record_pipeline, trace_step
-    from shardlab.course.same_scripts import TEMPLATES, judged_text
+    from shardlab.course.same_scripts import TEMPLATES, is_at_fault, judged_text, mended, numbered
     from shardlab.course.sharded_layer import sharded_linear
     from shardlab.course.small_records import (  # isort: skip
         collectives_table, link_for, log_collectives, message_sweep, run_interleaved,

@@ -4,6 +4,7 @@ What the planner, the replay or the clock of the exercises knows comes from ther
 and FSDP; bytes have a file of their own beside, and so have ranks: what is divided over them, and what they do.
 """
 
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from shardlab.course.drawing import Pen, drawing
@@ -59,27 +60,41 @@ def ring(pen: Pen) -> str:
     return f"{hops} hops, a quarter each: 2(N - 1)/N of the vector, {sent:g} of it here."
 
 
-def sent_at(num_messages: int, *, early: bool) -> tuple[list[tuple[float, float]], float]:
-    """Begin and end in ms of equal messages, sent as backward goes on or after it, and the ms that are exposed."""
-    clock, sent = VirtualClock(LATENCY_MS, 1.0), []
-    clock.compute(0 if early else BACKWARD_MS)
+def sent(num_messages: int, *, early: bool = True, bytes_ms: float = BYTES_MS, waits: bool = False) -> VirtualClock:
+    """A backward in ms with equal messages, sent as it goes on or after it; waited for at once, or all at the end."""
+    clock = VirtualClock(LATENCY_MS, 1.0)
+    if not early:
+        clock.compute(BACKWARD_MS)
     for _ in range(num_messages):
-        clock.compute(BACKWARD_MS / num_messages if early else 0)
-        end = clock.send(BYTES_MS / num_messages)
-        sent.append((end - LATENCY_MS - BYTES_MS / num_messages, end))
+        if early:
+            clock.compute(BACKWARD_MS / num_messages)
+        end = clock.send(bytes_ms / num_messages)
+        clock.wait(end if waits else 0)
     clock.wait(end)
-    return sent, clock.exposed_us
+    return clock
+
+
+def of_kind(clock: VirtualClock, kind: str) -> list[tuple[float, float]]:
+    """Begin and end of what the clock has computed, or of its messages."""
+    return [(begin, end) for what, begin, end in clock.spans if what == kind]
+
+
+def lanes(pen: Pen, names: Iterable[str], left: int, all_ms: float) -> Iterator[tuple[str, float, float, float]]:
+    """Each name, which is written in bold, with the left and the top of its two lanes, and the px of a ms."""
+    left = 0 if pen.is_narrow else left
+    for place, name in enumerate(names):
+        top = place * (108 if pen.is_narrow else 86) + (24 if pen.is_narrow else 0)
+        pen.text(0, top - 6 if pen.is_narrow else top + 30, name, bold=True)
+        yield name, left, top, (pen.width - left - 2) / all_ms
 
 
 @drawing
 def buckets(pen: Pen) -> str:
     """Notebook 03: the same bytes in 8 messages, in one, and in four."""
-    left = 0 if pen.is_narrow else 114
-    scale = (pen.width - left - 2) / 90
-    for place, (name, (count, early)) in enumerate(SENT_AS.items()):
-        top = place * (108 if pen.is_narrow else 86) + (24 if pen.is_narrow else 0)
-        messages, exposed = sent_at(count, early=early)
-        pen.text(0, top - 6 if pen.is_narrow else top + 30, name, bold=True)
+    for name, left, top, scale in lanes(pen, SENT_AS, 114, 90):
+        count, early = SENT_AS[name]
+        clock = sent(count, early=early)
+        messages = of_kind(clock, "message")
         for block in range(4):
             pen.box(left + 10 * block * scale, top, 10 * scale, 26, "compute", str(3 - block))
         for begin, end in messages:
@@ -87,45 +102,30 @@ def buckets(pen: Pen) -> str:
         end_x, last_x = left + BACKWARD_MS * scale, left + messages[-1][1] * scale
         pen.line(end_x, top - 4, end_x, top + 66)
         pen.line(end_x, top + 58, last_x, top + 58, "wait", 5)
-        pen.text(end_x + 6, top + 18, f"{exposed:g} ms exposed", colour="wait")
+        pen.text(end_x + 6, top + 18, f"{clock.exposed_us:g} ms exposed", colour="wait")
     pen.below("Grey: backward of layers 3 to 0, 40 ms. Teal: all-reduce, 32 ms of bytes and 2 ms of latency each.")
     return "Same bytes. What counts is right of the line."
-
-
-def sent_in(bytes_ms: float, *, waits: bool) -> VirtualClock:
-    """Four buckets that are sent as backward goes on; each is waited for at once, or all when it has ended."""
-    clock = VirtualClock(LATENCY_MS, 1.0)
-    for _ in range(4):
-        clock.compute(BACKWARD_MS / 4)
-        end = clock.send(bytes_ms / 4)
-        clock.wait(end if waits else 0)
-    clock.wait(end)
-    return clock
 
 
 @drawing
 def half_the_bytes(pen: Pen) -> str:
     """Notebook 20: what half of the bytes is worth, and when not."""
-    left = 0 if pen.is_narrow else 124
-    scale = (pen.width - left - 2) / 92
-    for place, (name, (bytes_ms, waits)) in enumerate(SENT_IN.items()):
-        top = place * (108 if pen.is_narrow else 86) + (24 if pen.is_narrow else 0)
-        clock = sent_in(bytes_ms, waits=waits)
-        pen.text(0, top - 6 if pen.is_narrow else top + 30, name, bold=True)
+    for name, left, top, scale in lanes(pen, SENT_IN, 124, 92):
+        bytes_ms, waits = SENT_IN[name]
+        clock = sent(4, bytes_ms=bytes_ms, waits=waits)
         said = f"{clock.exposed_us:g} ms exposed"
         pen.text(pen.width, top - 6 if pen.is_narrow else top + 18, said, "end", colour="wait")
         for what, begin, end in clock.spans:
             y, height, colour = (top, 26, "compute") if what == "compute" else (top + 30, 22, "all-reduce")
             pen.box(left + begin * scale, y, (end - begin) * scale, height, colour)
-        computed = [(begin, end) for what, begin, end in clock.spans if what == "compute"]
-        for (_, begin), (end, _) in pairwise([*computed, (clock.now_us, clock.now_us)]):
+        for (_, begin), (end, _) in pairwise([*of_kind(clock, "compute"), (clock.now_us, clock.now_us)]):
             if begin < end:
                 pen.line(left + begin * scale, top + 58, left + end * scale, top + 58, "wait", 5)
     pen.below(
         "Grey: backward of four layers, 40 ms. Teal: all-reduce of their gradients, 32 or 16 ms of bytes and 2 ms of "
         "latency each. Red: the rank waits."
     )
-    whole, waited, hidden = (sent_in(ms, waits=waits).exposed_us for ms, waits in SENT_IN.values())
+    whole, waited, hidden = (sent(4, bytes_ms=ms, waits=waits).exposed_us for ms, waits in SENT_IN.values())
     return f"Half the bytes: {hidden:g} ms exposed, not {whole:g}; {waited:g} if each message is waited for at once."
 
 

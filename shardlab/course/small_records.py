@@ -94,7 +94,7 @@ NUM_WARM_UPS = 2
 ELEMENT_BYTES = 4  # float32
 
 
-def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, directory: Path | None = None) -> Records:
+def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool) -> Records:
     """Train every variant, one step of each in turn, and record all of them.
 
     The first step allocates and warms up, so leave it out of timings. Memory is sampled at rest only.
@@ -103,15 +103,14 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool, direc
         variants: configurations by the name of their run in the tables. Each has one strategy (not 'single') and the
             pool's ranks and device; all have the same number of steps. There are no checkpoints.
         pool: the ranks.
-        directory: where the records stay; None uses a temporary directory.
 
     Raises:
         ValueError: there are no variants, or one is not as described above.
         RankError: a rank failed; see ``RankPool.run``.
     """
     _check(variants, pool)
-    with ExitStack() as stack:
-        where = directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    with tempfile.TemporaryDirectory() as directory:
+        where = Path(directory)
         for name, config in variants.items():
             options = config.as_dict(config.strategies[0])
             write_manifest(where / name, {"run": name, "ranks": config.ranks, "config": options})

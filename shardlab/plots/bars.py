@@ -44,8 +44,10 @@ def shares_of(sizes: pd.Series, wholes: pd.Series) -> list[str]:
     return [f"{size / whole:.0%}" if whole else "" for size, whole in zip(sizes, wholes, strict=True)]
 
 
-def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: Mapping[str, str], quantity: str) -> None:
-    """Draw ``rows`` (columns ``label``, the column named ``part``, ``bytes``) into ``figure``.
+def stacked_bars(
+    figure: go.Figure, rows: pd.DataFrame, part: str, colours: Mapping[str, str], quantity: str
+) -> "pd.Series[float]":
+    """Draw ``rows`` (columns ``label``, the column named ``part``, ``bytes``) into ``figure``; the bytes of each label.
 
     Parts are stacked in the order of ``colours``; ``quantity`` names the axis, which gets its unit in brackets.
     """
@@ -60,6 +62,7 @@ def stacked_bars(figure: go.Figure, rows: pd.DataFrame, part: str, colours: Mapp
             add_part(figure, name.replace("_", " "), colour, sizes / divisor, texts, hover)
             figure.data[-1].showlegend = bool(sizes.max() >= SEEN * totals.max())
     end_with(figure, totals / divisor, [format_bytes(value) for value in totals], f"{quantity} ({unit})")
+    return totals
 
 
 def add_part(
@@ -124,9 +127,9 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool
     if held.empty:
         return nothing(TITLES[where], "memory was not traced")
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where]))
-    stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
+    totals = stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
     if with_peak:
-        _tick_peaks(figure, labelled(peak(memory)), byte_scale(float(held.groupby("label")["bytes"].sum().max()))[0])
+        _tick_peaks(figure, labelled(peak(memory)), byte_scale(float(totals.max()))[0])
     places = {}
     if where == "peak":  # below the name of the run: the unit and the phase of its peak, if it was traced
         moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()
@@ -134,7 +137,7 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool
     if places:
         words = [f"{label}<br><span style='font-size:12px'>{places.get(label, '')}</span>" for label in labels_of(held)]
         figure.update_yaxes(tickvals=labels_of(held), ticktext=words)
-    return finish(figure, _summary(held, where, places))
+    return finish(figure, _summary(held, totals, where, places))
 
 
 def _tick_peaks(figure: go.Figure, moments: pd.DataFrame, divisor: float) -> None:
@@ -153,8 +156,7 @@ def _tick_peaks(figure: go.Figure, moments: pd.DataFrame, divisor: float) -> Non
     figure.update_xaxes(range=[0, max(figure.layout.xaxis.range[1], 1.04 * float(peaks.max()) / divisor)])
 
 
-def _summary(held: pd.DataFrame, where: str, places: dict[str, str]) -> str:
-    totals = held.groupby("label", sort=False)["bytes"].sum()
+def _summary(held: pd.DataFrame, totals: "pd.Series[float]", where: str, places: dict[str, str]) -> str:
     parts = [
         f"{label} {format_bytes(value)}" + (f" (in {places[str(label)]})" if label in places else "")
         for label, value in totals.items()
@@ -189,8 +191,7 @@ def memory_on_gpu(plans: pd.DataFrame, memory_bytes: float | None, rows: int = 1
     drawn = f"without activations{missing}" if unknown else f"activations of {rows} row{'' if rows == 1 else 's'}"
     card = "" if memory_bytes is None else f"GPU: {format_bytes(memory_bytes)}"
     figure = new_figure(ON_GPU, joined("predicted, not run", drawn, card))
-    stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")
-    totals = bars.groupby("label", sort=False)["bytes"].sum()
+    totals = stacked_bars(figure, bars, "role", ROLE_COLOURS, "bytes")
     said = f"{ON_GPU}: {byte_listing(totals)}."
     if memory_bytes is not None:
         draw_memory(figure, memory_bytes, float(totals.max()))
@@ -238,10 +239,10 @@ def held_by_process(memory: pd.DataFrame) -> go.Figure:
     if held.empty:
         return nothing(PROCESS, "only recorded on a CPU, on Linux with GNU's malloc")
     figure = new_figure(PROCESS, subtitle(held, "on the rank that holds most; tensors, then what torch does not own"))
-    stacked_bars(figure, held, "item", ROLE_COLOURS | PART_COLOURS, "bytes")
+    totals = stacked_bars(figure, held, "item", ROLE_COLOURS | PART_COLOURS, "bytes")
     tensors = held[held["item"].isin([str(role) for role in Role])].groupby("label")["bytes"].sum()
     parts = [
         f"{label} {format_bytes(whole)}, {format_bytes(tensors.get(label, 0.0))} of it in tensors"
-        for label, whole in held.groupby("label", sort=False)["bytes"].sum().items()
+        for label, whole in totals.items()
     ]
     return finish(figure, f"{PROCESS}: {'; '.join(parts)}.")

@@ -141,9 +141,8 @@ def _scientific(value: float) -> str:
 
 
 def _loss_summary(losses: pd.DataFrame, labels: list[str]) -> str:
-    losses = losses.sort_values("step", kind="stable")
-    curves = [losses.loc[losses["label"] == label, "loss"].tolist() for label in labels]
-    parts = [f"{label} from {curve[0]:.4f} to {curve[-1]:.4f}" for label, curve in zip(labels, curves, strict=True)]
+    ends = losses.sort_values("step", kind="stable").groupby("label")["loss"].agg(["first", "last"]).loc[labels]
+    parts = [f"{label} from {first:.4f} to {last:.4f}" for label, first, last in ends.itertuples()]
     return f"Loss over {losses['step'].nunique()} steps: {listing(parts)}."
 
 

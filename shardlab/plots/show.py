@@ -118,7 +118,7 @@ def png(figure: go.Figure) -> bytes | None:
 
 def report_page(
     title: str, lead: str, tables: Mapping[str, pd.DataFrame], figures: Mapping[str, go.Figure], answer:
-    Iterable[tuple[str, str]] = (), first: int = 0, choices: Mapping[str, go.Figure] | None = None,
+    Iterable[tuple[str, str]], first: int, choices: Mapping[str, go.Figure] | None = None,
 ) -> str:  # fmt: skip
     """The whole page as text: the answer, the first figures side by side, one of the choices, all else; tables folded.
 
@@ -129,7 +129,7 @@ def report_page(
             missing values are a dash. The index is not shown.
         figures: caption -> figure. The figure's title becomes a heading, its summary the accessible name.
         answer: lines of title and text, which stand first.
-        first: how many of the figures stand beside each other on the first screen; without an answer nothing is folded.
+        first: how many of the figures stand beside each other on the first screen.
         choices: figures of one kind by name, of which the reader chooses one.
 
     Returns:
@@ -140,27 +140,22 @@ def report_page(
     """
     chosen, folded = dict(choices or {}), "".join(_table(caption, table) for caption, table in tables.items())
     drawn = [_figure(place, caption, figure) for place, (caption, figure) in enumerate(figures.items())]
-    if answer and tables:
-        folded = f"<details><summary>All tables</summary>{folded}</details>"
     sections = [
-        f'<div class="pair">{"".join(drawn[:first])}</div>' if first else "",
-        _choice(len(figures), chosen) if chosen else "",
-        folded, *drawn[first:],
+        f'<div class="pair">{"".join(drawn[:first])}</div>', _choice(len(figures), chosen) if chosen else "",
+        f"<details><summary>All tables</summary>{folded}</details>", *drawn[first:],
     ]  # fmt: skip
     every = [_drawn(figure) for figure in (*figures.values(), *chosen.values())]
     traces = [trace for figure in (*figures.values(), *chosen.values()) for trace in figure.data]
     if others := {trace.type for trace in traces} - BASIC:
         raise ValueError(f"figures: traces of {', '.join(sorted(others))}; a page draws {', '.join(sorted(BASIC))}")
     data = json.dumps(every, separators=(",", ":"), allow_nan=False)
-    told = f'<p class="lead">{escape(lead)}</p>'
     lines = [
         HEAD, f"<title>{escape(title)}</title>", f"<style>\n{_CSS.read_text()}</style></head>", "<body><main>",
         f"<header><h1>{escape(title)}</h1>",
         '<dl class="answer">', *(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in answer), "</dl>",
-        "</header>" if answer else f"{told}</header>", *sections, f"<section>{told}</section>" if answer else "",
+        "</header>", *sections, f'<section><p class="lead">{escape(lead)}</p></section>',
         "</main>", _packed("figures", gzip.compress(data.encode(), mtime=0)), _packed("plotly", _PLOTLY.read_bytes()),
-        f"<script>\n{_SCRIPT.read_text()}</script>" if figures else "",
-        "</body></html>",
+        f"<script>\n{_SCRIPT.read_text()}</script>", "</body></html>",
     ]  # fmt: skip
     return "\n".join(lines)
 

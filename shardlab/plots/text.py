@@ -57,16 +57,14 @@ def scale(largest: float, units: Units) -> tuple[float, str]:
     return next(((divisor, name) for divisor, name in units if abs(largest) >= divisor), units[-1])
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Rounded to significant digits, never in scientific notation between 1e-4 and 1e6: '0.0123', '1.20', '417'."""
+def significant(value: float) -> str:
+    """Rounded to three digits, never in scientific notation between 1e-4 and 1e6: '0.0123', '1.20', '417'."""
     if not math.isfinite(value):
         return NONE if math.isnan(value) else str(value)
     if value == 0:
         return "0"
-    exponent = math.floor(math.log10(abs(float(f"{value:.{digits - 1}e}"))))
-    if not -5 < exponent < 6:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:.{max(digits - 1 - exponent, 0)}f}"
+    exponent = math.floor(math.log10(abs(float(f"{value:.2e}"))))
+    return f"{value:.{max(2 - exponent, 0)}f}" if -5 < exponent < 6 else f"{value:.2e}"
 
 
 def _format(value: float | None, units: Units) -> str:

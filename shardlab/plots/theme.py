@@ -177,19 +177,18 @@ def log_axis(values: Sequence[float], words: Callable[[float], str]) -> dict[str
     }  # fmt: skip
 
 
-def thinned(values: ArrayLike, limit: int = MAX_POINTS) -> NDArray[np.intp]:
-    """Positions to draw, ascending: all of them, or the lowest and the highest of each of ``limit / 2`` stretches.
+def thinned(values: ArrayLike) -> NDArray[np.intp]:
+    """Positions to draw, ascending: all of them, or the lowest and the highest of each of ``MAX_POINTS / 2`` stretches.
 
     Both ends and the highest point are always among them: the point that matters in a figure of memory.
 
     Args:
         values: the heights of the curve, in the order of drawing; finite.
-        limit: the approximate number of points to draw.
     """
     heights = np.asarray(values, dtype=np.float64)
-    if len(heights) <= limit:
+    if len(heights) <= MAX_POINTS:
         return np.arange(len(heights))
-    edges = np.linspace(0, len(heights), limit // 2 + 1).astype(np.intp)
+    edges = np.linspace(0, len(heights), MAX_POINTS // 2 + 1).astype(np.intp)
     extremes = [
         begin + place
         for begin, end in pairwise(edges)

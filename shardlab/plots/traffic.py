@@ -46,8 +46,7 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
     left_out = f"without {unknown} whose bytes are not known" if unknown else ""
     words = (averaged(rows, "mean"), "by the ring formula", left_out)
     figure = new_figure(VOLUME, subtitle(rows, ", ".join(part for part in words if part)))
-    stacked_bars(figure, bars, "op", COLLECTIVE_COLOURS, "bytes sent")
-    totals = bars.groupby("label", sort=False)["bytes"].sum()
+    totals = stacked_bars(figure, bars, "op", COLLECTIVE_COLOURS, "bytes sent")
     return finish(figure, f"{VOLUME}{f' ({left_out})' if left_out else ''}: {byte_listing(totals)}.")
 
 

@@ -42,12 +42,13 @@ def test_an_all_reduce_around_a_ring_ends_with_all_sums_everywhere():
 
 
 def test_buckets_expose_what_the_clock_says():
-    assert [drawings.sent_at(count, early=early)[1] for count, early in drawings.SENT_AS.values()] == [48, 34, 10]
-    assert drawings.sent_at(4, early=True)[0] == [(10, 20), (20, 30), (30, 40), (40, 50)]
+    exposed = [drawings.sent(count, early=early).exposed_us for count, early in drawings.SENT_AS.values()]
+    assert exposed == [48, 34, 10]
+    assert drawings.of_kind(drawings.sent(4), "message") == [(10, 20), (20, 30), (30, 40), (40, 50)]
 
 
 def test_half_the_bytes_help_where_nobody_waits_for_each():
-    exposed = [drawings.sent_in(ms, waits=waits).exposed_us for ms, waits in drawings.SENT_IN.values()]
+    exposed = [drawings.sent(4, bytes_ms=ms, waits=waits).exposed_us for ms, waits in drawings.SENT_IN.values()]
     assert exposed == [10, 24, 6]
 
 

@@ -93,7 +93,8 @@ def page(figure):
     table = pd.DataFrame({"strategy": ["a<b>", "zero1"], "step (ms)": [90.5, 7.25], "peak (bytes)": [10_000, 5]})
     hostile = go.Figure(figure)
     hostile.data[0].name = "</script><script>alert(1)</script>"
-    return plots.report_page("Runs & costs", "A lead.", {"Costs.": table}, {"First.": figure, "Second.": hostile})
+    figures = {"First.": figure, "Second.": hostile}
+    return plots.report_page("Runs & costs", "A lead.", {"Costs.": table}, figures, [("WHY", "because")], first=1)
 
 
 def test_the_page_is_one_file_that_fetches_nothing_and_is_readable_without_eyes(page, figure):
@@ -106,7 +107,8 @@ def test_the_page_is_one_file_that_fetches_nothing_and_is_readable_without_eyes(
     labels = [attrs["aria-label"] for _, attrs in tags if attrs.get("role") == "img"]
     assert labels == [plots.summary_of(figure)] * 2
     names = [tag for tag, _ in tags]
-    assert names.index("table") < names.index("figure")
+    in_order = [name for name in names if name in ("dd", "figure", "table")]
+    assert in_order == ["dd", "figure", "table", "figure"], "the answer, the first figure, folded tables, other figures"
 
 
 def test_table_cells_align_and_escape(page):

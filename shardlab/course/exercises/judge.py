@@ -130,12 +130,11 @@ class MessageLog(Observer):
 
 
 def on_rank(
-    rank: int, attempt: Attempt, function: Function, inputs: Sequence[tuple[object, ...]],
-    axes: Mapping[str, int] | None = None,
-) -> Done | None:  # fmt: skip
+    rank: int, attempt: Attempt, function: Function, inputs: Sequence[tuple[object, ...]], axes: Mapping[str, int]
+) -> Done | None:
     """One rank of a case; ranks that the case does not need return None."""
     num_ranks, log = len(inputs), MessageLog(with_axis=bool(axes))
-    with Mesh(dict(axes or {"data": num_ranks}), ranks=range(num_ranks), device="cpu") as mesh:
+    with Mesh(axes or {"data": num_ranks}, ranks=range(num_ranks), device="cpu") as mesh:
         if not mesh.is_member:
             return None
         current().emit("begun")

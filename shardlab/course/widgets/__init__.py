@@ -1,6 +1,7 @@
 """Controls for notebooks: change something and see its effect at once. Behind each is a plain function.
 
-All but ``place_actions`` take what ``compare`` takes: a workload, or model, data and loss, or a configuration.
+``workbench`` takes what ``compare`` takes: a workload, or model, data and loss, or a configuration. ``live`` takes the
+directory in which ``compare`` writes, ``step_through`` its records, and ``memory_explorer`` a ``MemoryPlan``.
 
 ===================  ====================================================  ===============================
 in a notebook        what it does                                          in a script

@@ -1,15 +1,14 @@
 """A memory explorer: move a slider, and see at once what a rank would hold according to the planner."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 from ipywidgets import Dropdown, FloatLogSlider, HBox, Layout, SelectionSlider, ToggleButtons, VBox
-from torch import nn
 
 from shardlab.course.widgets.memory_plan import OPTIMIZERS, STRATEGIES, MemoryPlan
 from shardlab.course.widgets.panel import Message, Panel, Picture
-from shardlab.experiment import CompareConfig, Workload
+from shardlab.experiment import Workload
 from shardlab.models import MODELS
 from shardlab.planner import PRECISIONS
 from shardlab.planner.gpu import Gpu, cards
@@ -28,28 +27,21 @@ VIEWS = {"strategies, side by side": "strategies", "one strategy, more and more 
 STYLE: dict[str, str] = {"description_width": "8.5em"}
 
 
-def memory_explorer(
-    what: MemoryPlan | CompareConfig | Workload | nn.Module | Callable[[], nn.Module] | str | float | None = None,
-    *rest: Any,
-) -> "Explorer":
+def memory_explorer(plan: MemoryPlan | None = None) -> "Explorer":
     """Sliders for model, ranks, precision, optimizer and sharding, above a figure and a table of bytes at rest.
 
     In a script ``MemoryPlan`` answers the same questions.
 
     Args:
-        what: a workload, or a function that makes the model (data and loss follow), or a configuration, as of
-            ``compare``; or only a model, as of ``MemoryPlan``; or the plan with all initial values. None for a GPT of
-            30 M parameters on 8 ranks.
-        rest: data and loss, if ``what`` makes the model.
+        plan: the initial values, such as ``MemoryPlan(workload, ranks=8)``; None for a GPT of 30 M parameters on 8
+            ranks.
 
     Raises:
-        ValueError, TypeError: as ``MemoryPlan`` and ``Workload``.
+        TypeError: something else than a plan is given.
     """
-    if isinstance(what, MemoryPlan | None):
-        return Explorer(what or MemoryPlan())
-    if isinstance(what, CompareConfig):
-        return Explorer(MemoryPlan(what.workload or what.model, what.ranks, sharding=what.sharding))
-    return Explorer(MemoryPlan(Workload(what, *rest) if rest else what))  # type: ignore[arg-type]  # checked there
+    if not isinstance(plan, MemoryPlan | None):
+        raise TypeError(f"memory_explorer: {plan!r:.60} is given; give a plan, such as MemoryPlan(workload, ranks=8)")
+    return Explorer(plan or MemoryPlan())
 
 
 class Explorer(Panel):

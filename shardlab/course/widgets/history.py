@@ -124,6 +124,11 @@ class RunHistory:
         """Every run and strategy as the tables of ``records()`` name them: '2 zero1'."""
         return [f"{number} {name}" for number, one in self.comparisons.items() for name in one.summary["strategy"]]
 
+    def of(self, label: str) -> "tuple[PastRun, str]":
+        """The run and the strategy of a label."""
+        number, _, strategy = label.partition(" ")
+        return self.runs[int(number)], strategy
+
     def table(self) -> pd.DataFrame:
         """One row per run and strategy, newest first: how it ended, all settings that differ, and the costs."""
         return runs_table(self.runs)

@@ -1,7 +1,6 @@
 """A live view of a run: loss, time of a step, memory by role, and the timeline of the newest step.
 
-    comparison = live(workload, strategies=("bucketed", "fsdp"), ranks=2).comparison     # as compare, and watched
-    with live("runs/first"):                                                             # watch what another call runs
+    with live("runs/first"):
         compare(config, "runs/first")
 
 A thread reads the records as they grow, and replaces the figures about twice a second; less often where reading and
@@ -13,19 +12,13 @@ another process, for example one started in a terminal.
 import os
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Self
 
-from IPython.core.getipython import get_ipython
 from ipywidgets import VBox
-from torch import nn
 
 from shardlab.course.widgets.panel import Message, Panel, Picture
-from shardlab.experiment import CompareConfig, Comparison, Workload, compare, new_directory
-from shardlab.experiment.comparison import configured
-from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline, training_progress
 from shardlab.plots.theme import nothing
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
@@ -38,31 +31,20 @@ LOWEST_PRIORITY = 19
 TIMELINE = "Timeline of the newest step"
 
 
-def live(
-    what: CompareConfig | Workload | Callable[[], nn.Module] | Path | str, *rest: Any, directory: Path | str | None =
-    None, pool: RankPool | None = None, **options: Any,
-) -> "LiveView":  # fmt: skip
-    """``compare`` with a live view of its runs; or, of a directory, a live view of what another call runs there.
+def live(directory: Path | str) -> "LiveView":
+    """A live view of what is run in a directory, updated inside a ``with`` block, or until ``stop()``.
 
     In a script ``read_progress`` gives the same as tables.
 
     Args:
-        what, rest, directory, pool, options: as of ``compare``, which is called and watched until it is over; the
-            result is ``comparison`` of the view. Or only a directory: where ``compare`` writes, or that of one run; it
-            need not exist yet. That view is updated inside a ``with`` block, or until ``stop()``.
+        directory: where ``compare`` writes, or that of one run; it need not exist yet.
 
     Raises:
-        ValueError, TypeError, RankError: as ``compare``.
+        TypeError: something else than a directory is given.
     """
-    if isinstance(what, str | Path):
-        if rest or directory or pool or options:
-            raise TypeError(f"live: {str(what)!r} is watched, and nothing is run; leave the other arguments out")
-        return LiveView(what)
-    config, found = configured(what, rest, directory, options, "live", pool)
-    found = found or new_directory()
-    with LiveView(found) as view:
-        view.comparison = compare(config, found, pool=pool)
-    return view
+    if not isinstance(directory, str | Path):
+        raise TypeError(f"live: {directory!r:.60} is given; give the directory in which compare(...) writes")
+    return LiveView(directory)
 
 
 class LiveView(Panel):
@@ -72,23 +54,17 @@ class LiveView(Panel):
         directory: see ``live``.
         curves, timeline, message: parts of a larger panel to update, instead of own ones.
         num_steps: of a run, for a bar beside the message.
-
-    Attributes:
-        comparison: what ``live`` has run; None if it only watches.
     """
 
     def __init__(
         self, directory: Path | str, *, curves: Picture | None = None, timeline: Picture | None = None,
         message: Message | None = None, num_steps: int | None = None,
     ) -> None:  # fmt: skip
-        self.comparison: Comparison | None = None
         self.progress: Records | None = None
-        self.num_updates = 0
         self.message = message or Message("Waiting for the first step.")
         self.curves = curves or Picture(nothing("Training", "no step has ended yet"))
         self.timeline = timeline or Picture(nothing(TIMELINE, "no step has ended yet"))
         self._directory, self._began, self._num_steps = directory, monotonic(), num_steps
-        self._cell: int | None = None  # the cell in which it is shown
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         super().__init__(VBox([self.message.widget]), (self.curves, self.timeline), "live view of a run")
@@ -115,7 +91,6 @@ class LiveView(Panel):
         if not len(steps) or (not final and self.progress is not None and len(self.progress.steps) == len(steps)):
             return
         self.progress, last = progress, steps.iloc[-1]
-        self.num_updates += 1
         held = progress.memory[progress.memory["role"] != Role.UNATTRIBUTED]  # what the strategy holds
         self.curves.replace(training_progress(steps[steps["rank"] == 0], held), final=final)
         moved = progress.collectives[progress.collectives["phase"] != Phase.METRICS]
@@ -133,10 +108,7 @@ class LiveView(Panel):
         self.stop()
 
     def _ipython_display_(self) -> None:
-        cell = getattr(get_ipython(), "execution_count", None)
-        if cell is None or cell != self._cell:  # else it stands in this cell already, from before the run
-            super()._ipython_display_()
-        self._cell = cell
+        super()._ipython_display_()
         self.start()
 
     def _watch(self) -> None:

@@ -30,7 +30,7 @@ class Board:
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name}: {number!r} is given; allowed values are integers from 1")
         self.lists: list[list[Action]] = [[] for _ in range(num_ranks)]
-        self._number, self._ends, self._order = num_micro_batches, dict[Action, int](), list[Action]()
+        self._number, self._ends = num_micro_batches, dict[Action, int]()  # in the order in which they were placed
 
     def why_not(self, action: Action) -> str:
         """Why it cannot be the next of its rank; empty where it can."""
@@ -60,20 +60,18 @@ class Board:
             before = [*own[-1:], *(needed for needed, _ in self._needs(action))]
             self._ends[action] = max((self._ends[one] for one in before), default=0) + SLOTS[action.kind]
             own.append(action)
-            self._order.append(action)
         return refusal
 
     def undo(self) -> None:
         """Take the last one back."""
-        if self._order:
-            action = self._order.pop()
+        if self._ends:
+            action, _ = self._ends.popitem()
             self.lists[action.stage].pop()
-            del self._ends[action]
 
     @property
     def is_complete(self) -> bool:
         """Whether every micro-batch has been forward and backward through all stages."""
-        return len(self._order) == 2 * self._number * len(self.lists)
+        return len(self._ends) == 2 * self._number * len(self.lists)
 
     @property
     def idle(self) -> list[int]:
@@ -101,7 +99,7 @@ class Board:
                     cells[slot] = f"{text:>{width}} "
             rows.append(f"rank {rank:<{rank_width}}  {''.join(cells)}".rstrip())
         share = sum(self.idle) / (last * len(self.lists)) if last else 0.0
-        done = "complete" if self.is_complete else f"{len(self._order)} of {2 * self._number * len(self.lists)} placed"
+        done = "complete" if self.is_complete else f"{len(self._ends)} of {2 * self._number * len(self.lists)} placed"
         return "\n".join([*rows, f"{last} slots, {share:.0%} of the ranks' time idle so far; {done}"])
 
 

@@ -20,8 +20,7 @@ frees      live bytes have shrunk
 Live bytes come from the samples of table ``memory``: at the borders of units in a memory-traced step, else at rest.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -104,27 +103,6 @@ def events_of_step(records: Records, *, run: str | None = None, step: int | None
     return _filled(table, _resting(memory, step)).astype({"bytes": "Int64", **dict.fromkeys(ROLES, "Int64")})
 
 
-@dataclass
-class RankNow:
-    """The state of a rank: its open units, its collectives in flight, and the one it waits for."""
-
-    computes: list[str] = field(default_factory=list)
-    in_flight: list[str] = field(default_factory=list)
-    waits_for: str = ""
-
-    def after(self, event: str, what: str) -> None:
-        """Update the state by one event."""
-        changes: dict[str, Callable[[], object]] = {
-            StepEvent.COMPUTES: lambda: self.computes.append(what),
-            StepEvent.ENDS: lambda: self.computes.remove(what) if what in self.computes else None,
-            StepEvent.ARRIVES: lambda: self.in_flight.remove(what) if what in self.in_flight else None,
-            StepEvent.WAITS: lambda: setattr(self, "waits_for", what),
-            StepEvent.GOES_ON: lambda: setattr(self, "waits_for", ""),
-            **dict.fromkeys(ISSUES, lambda: self.in_flight.append(what)),
-        }
-        changes.get(event, lambda: None)()
-
-
 def ranks_at(events: pd.DataFrame, index: int) -> pd.DataFrame:
     """The state of every rank after event number ``index``.
 
@@ -141,19 +119,28 @@ def ranks_at(events: pd.DataFrame, index: int) -> pd.DataFrame:
     """
     if not 0 <= index < len(events):
         raise ValueError(f"index: {index} is not one of the {len(events)} events, 0 to {len(events) - 1}")
-    now = {int(rank): RankNow() for rank in sorted(events["rank"].unique())}
-    past = events.iloc[: index + 1]
-    for rank, event, what in zip(past["rank"], past["event"], past["what"], strict=True):
-        now[int(rank)].after(str(event), str(what))
-    held = _held_after(events, index)
-    rows = [
-        {
-            "rank": rank, "computes": state.computes[-1] if state.computes and not state.waits_for else "",
-            "in_flight": ", ".join(state.in_flight), "waits_for": state.waits_for, **held[rank],
-        }
-        for rank, state in now.items()
-    ]  # fmt: skip
+    past, held, rows = events.iloc[: index + 1], _held_after(events, index), []
+    for rank in sorted(held):
+        own = past[past["rank"] == rank]
+        computes = _under_way(own, (StepEvent.COMPUTES,), StepEvent.ENDS)
+        waits = _under_way(own, (StepEvent.WAITS,), StepEvent.GOES_ON)
+        rows.append({
+            "rank": rank, "computes": computes[-1] if computes and not waits else "",
+            "in_flight": ", ".join(_under_way(own, ISSUES, StepEvent.ARRIVES)), "waits_for": waits[-1] if waits else "",
+            **held[rank],
+        })  # fmt: skip
     return pd.DataFrame(rows).astype(dict.fromkeys(ROLES, "Int64"))
+
+
+def _under_way(events: pd.DataFrame, begins: Collection[str], ends: str) -> list[str]:
+    """What has begun and not ended after the events of one rank, the oldest first."""
+    found = list[str]()
+    for event, what in zip(events["event"], events["what"], strict=True):
+        if event in begins:
+            found.append(what)
+        elif event == ends and what in found:
+            found.remove(what)
+    return found
 
 
 def _held_after(events: pd.DataFrame, index: int) -> dict[int, Row]:

@@ -1,21 +1,14 @@
 """One recorded training step, event by event: each click moves to the next and shows the state of every rank."""
 
-from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
 from ipywidgets import Button, Dropdown, HBox, IntSlider, Layout, Play, VBox, jslink
-from torch import nn
 
 from shardlab.analysis.rows import one_run, one_step
 from shardlab.course.widgets.panel import Message, Panel, Picture
 from shardlab.course.widgets.step_events import ROLES, events_of_step, ranks_at, traced_step
-from shardlab.experiment import CompareConfig, Workload, compare
-from shardlab.experiment.comparison import configured
-from shardlab.launch import RankPool
 from shardlab.plots import collective_timeline
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.text import byte_listing, byte_scale, format_us
@@ -24,42 +17,27 @@ from shardlab.records.store import Records
 
 ALL_RANKS = -1
 PLAY_MS = 700
-FIRST: dict[str, Any] = {"strategies": "fsdp", "ranks": 2, "steps": 3}
 
 
-def step_through(
-    what: Records | CompareConfig | Workload | Callable[[], nn.Module], *rest: Any, run: str | None = None, step: int |
-    None = None, directory: Path | str | None = None, pool: RankPool | None = None, **options: Any,
-) -> "StepView":  # fmt: skip
+def step_through(records: Records, run: str | None = None, step: int | None = None) -> "StepView":
     """Buttons and a slider through the events of one step, above its timeline and the memory of each rank.
 
-        step_through(records, run="zero3")            # a step that is recorded already
-        step_through(workload, strategies="zero3")    # record three steps, and show the last
+        step_through(compare(workload, strategies="zero3", steps=3).records)
 
     In a script ``events_of_step`` and ``ranks_at`` give the same as tables.
 
     Args:
-        what: records of one run or several; or what ``compare`` takes, which is then run.
-        rest: as of ``compare``; none after records.
-        run: which run; None if there is only one, and for the first strategy of what is run here.
+        records: of one run or several.
+        run: which run; None if there is only one.
         step: which step; None for the traced one with the highest peak, else the last.
-        directory: where records of what is run here are kept; None for not at all.
-        pool: as of ``compare``.
-        options: fields of ``CompareConfig``; by default three steps of FSDP on 2 ranks.
 
     Raises:
         ValueError: there is no such run or step, there are several runs and none is named, or nothing was recorded.
-        ValueError, TypeError, RankError: as ``compare``.
+        TypeError: something else than records is given.
     """
-    if isinstance(what, Records):
-        if rest or directory or pool or options:
-            raise TypeError("step_through: records are shown, and nothing is run; leave the other arguments out")
-        return StepView(what, run, step)
-    first = options if isinstance(what, CompareConfig) else FIRST | options
-    config, found = configured(what, rest, directory, first, "step_through", pool)
-    with TemporaryDirectory(prefix="shardlab-") as temporary:
-        records = compare(config, found or Path(temporary) / "run", pool=pool).records
-    return StepView(records, run or config.strategies[0], step)
+    if not isinstance(records, Records):
+        raise TypeError(f"step_through: {records!r:.60} is given; give records, as those of compare(...).records")
+    return StepView(records, run, step)
 
 
 class StepView(Panel):
@@ -163,7 +141,6 @@ def held_by_rank(ranks: pd.DataFrame, most_bytes: float, moment: str) -> go.Figu
     if held.empty:
         return nothing("Held by each rank", "memory was not recorded")
     figure, held = new_figure("Held by each rank", moment), held.assign(label="rank " + held["rank"].astype(str))
-    stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
-    totals = held.groupby("label")["bytes"].sum()
+    totals = stacked_bars(figure, held, "role", ROLE_COLOURS, "live bytes")
     figure.update_xaxes(range=[0, 1.02 * most_bytes / byte_scale(float(totals.max()))[0]])
     return finish(figure, f"Held by each rank ({moment}): {byte_listing(totals)}.")

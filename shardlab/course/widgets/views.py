@@ -18,8 +18,7 @@ from shardlab.vocabulary import Phase
 
 def _unlike(history: RunHistory, labels: Sequence[str]) -> str:
     """In what runs differ beside their strategies."""
-    parts = {label: label.partition(" ") for label in labels}
-    return unlike({label: (history.runs[int(number)], strategy) for label, (number, _, strategy) in parts.items()})
+    return unlike({label: history.of(label) for label in labels})
 
 
 def _overlap(records: Records) -> go.Figure:
@@ -40,15 +39,15 @@ def _change(history: RunHistory, label: str) -> go.Figure:
 
 def _cost_of(history: RunHistory, label: str) -> "pd.Series[Any]":
     """The row of the summary of one run and strategy."""
-    number, _, strategy = label.partition(" ")
-    summary = history.comparisons[int(number)].summary
+    run, strategy = history.of(label)
+    summary = run.comparison.summary
     return summary[summary["strategy"] == strategy].iloc[0]
 
 
 def _course(history: RunHistory, label: str) -> go.Figure:
     """Memory over the traced step, with the planned bytes at rest."""
-    number, _, strategy = label.partition(" ")
-    memory, plan = history.records().memory, history.runs[int(number)].plan(strategy)
+    run, strategy = history.of(label)
+    memory, plan = history.records().memory, run.plan(strategy)
     if isinstance(plan, str):
         return plots.memory_over_step(memory, run=label).update_layout(title_subtitle_text=f"Not planned: {plan}")
     return plots.memory_over_step(pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True), run=label)

@@ -3,8 +3,7 @@
 import pytest
 
 from shardlab.course import is_at_fault, mended, numbered
-from shardlab.course.exercises.eight_programs import PROGRAMS, broken_program
-from shardlab.course.same_scripts import BROKEN
+from shardlab.course.same_scripts import BROKEN, PROGRAMS, broken_program
 
 
 def test_every_program_is_a_story_and_has_lines_at_fault_and_lines_that_are_not():

@@ -1,9 +1,9 @@
-"""Widgets take what ``compare`` takes: a workload of one's own, trained on real ranks."""
+"""The workbench takes what ``compare`` takes, a workload of one's own; the others say what they take."""
 
 import pytest
 
 from shardlab import Workload
-from shardlab.course import live, step_through, workbench
+from shardlab.course import live, memory_explorer, step_through, workbench
 from shardlab.plots import summary_of
 from tests.course.widgets.test_choices import loss, make_model, samples
 
@@ -13,23 +13,13 @@ def own():
     return Workload(make_model, samples(), loss, name="own")
 
 
-def test_a_step_of_a_workload_is_recorded_and_shown(own, pools):
-    view = step_through(own, strategies="zero3", pool=pools(2), device="cpu")
-    assert (view.run, view.step) == ("zero3", 2)
-    assert view.events["event"].isin(["gathers"]).any()
-    three = step_through(make_model, samples(), loss, strategies="zero1", pool=pools(2), device="cpu")
-    assert three.run == "zero1"
-    with pytest.raises(TypeError, match="step_through: 1 and 0 more arguments were given; give a Workload"):
-        step_through(1)
-
-
-def test_a_workload_is_compared_and_watched(own, pools, tmp_path):
-    view = live(own, tmp_path / "run", strategies="zero1", ranks=2, steps=3, pool=pools(2), device="cpu")
-    assert view.comparison.summary["strategy"].tolist() == ["zero1"]
-    assert view.message.text == "Ended: zero1, step 2."
-    assert "zero1, step 2: loss" in summary_of(view.curves.content)
-    with pytest.raises(TypeError, match=r"live: .* is watched, and nothing is run"):
-        live(tmp_path, steps=3)
+@pytest.mark.parametrize(("widget", "wanted"), [
+    (live, "live: .* give the directory in which compare"), (step_through, "step_through: .* give records"),
+    (memory_explorer, "memory_explorer: .* give a plan"),
+])  # fmt: skip
+def test_what_runs_nothing_says_what_it_takes(own, widget, wanted):
+    with pytest.raises(TypeError, match=wanted):
+        widget(own)
 
 
 def test_the_workbench_trains_a_workload(own, tmp_path):

@@ -1,6 +1,7 @@
 """Whole strategies: the learner writes one, and it is trained against one process and weighed (``weighing.py``)."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -35,10 +36,10 @@ def _cases(
         for num_ranks, name in zip((3, 2), models, strict=False)
     ]  # fmt: skip
     sent = [Message.around_a_ring(op, size, NUM_RANKS) for op, sizes in messages.items() for size in sizes]
-    exact = Traffic.of([sent] * NUM_RANKS)
+    traffic = replace(Traffic.of([sent] * NUM_RANKS), most_messages=most_messages)
     weighed = Case(
-        "2 ranks, weighed", ((dict(at_rest), largest),) * NUM_RANKS, (None,) * NUM_RANKS,
-        Traffic(exact.wanted, most_messages, exact.most_bytes, exact.least_bytes), peak, time_us, {"data": NUM_RANKS},
+        "2 ranks, weighed", ((dict(at_rest), largest),) * NUM_RANKS, (None,) * NUM_RANKS, traffic, peak, time_us,
+        {"data": NUM_RANKS},
     )  # fmt: skip
     return [*trained, weighed]
 
