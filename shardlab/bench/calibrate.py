@@ -18,7 +18,7 @@ import torch
 
 from shardlab.bench.engine_times import ENGINE_PARTS, FEW_PARTS, engine_time
 from shardlab.bench.message_times import MESSAGE_PARTS, message_time
-from shardlab.bench.operation_times import FULL, QUICK, Effort, Meet, operation_parts, operation_time
+from shardlab.bench.operation_times import FULL, QUICK, Effort, operation_parts, operation_time
 from shardlab.comm.mesh import Mesh
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.forecast.machine import Line, Machine, RankCosts
@@ -182,11 +182,8 @@ def differs_here(machine: Machine) -> str:
 
     A machine that has become slower or faster since, for example by what else runs on it, differs too.
     """
-    said = (
-        []
-        if (machine.name, machine.cores) == (platform.node(), num_cores())
-        else [f"on {machine.name} with {machine.cores} cores"]
-    )
+    is_this = (machine.name, machine.cores) == (platform.node(), num_cores())
+    said = [] if is_this else [f"on {machine.name} with {machine.cores} cores"]
     said += [f"with {name} {version}" for name, version in machine.versions.items() if VERSIONS.get(name) != version]
     return ", ".join([*said, *_other_pace(machine.probes)])
 
@@ -212,7 +209,7 @@ def _together(_: int, part: Part, effort: Effort) -> Any:
     with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
         if (part.field, part.name) in MESSAGE_PARTS:
             return message_time(part.field, part.name, mesh, effort)
-        return operation_time(part.field, part.name, Meet(mesh.data), effort)
+        return operation_time(part.field, part.name, mesh.data, effort)
 
 
 def _alone(rank: int, part: Part, effort: Effort) -> Any:
@@ -221,6 +218,6 @@ def _alone(rank: int, part: Part, effort: Effort) -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(min(before * torch.distributed.get_world_size(), num_cores()))
     try:
-        return operation_time(part.field, part.name, Meet(None), effort)
+        return operation_time(part.field, part.name, Mesh.alone("cpu").data, effort)
     finally:
         torch.set_num_threads(before)

@@ -43,12 +43,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.rows import one_run
-from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 from shardlab.why import pipelined, slow_messages, slow_work, step_shares
 from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
-from shardlab.why.recorded_step import REPRODUCED, no_host_waits
+from shardlab.why.recorded_step import REPRODUCED, no_host_waits, of_run
 
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
@@ -75,10 +73,7 @@ def causes(
     Raises:
         ValueError: columns or times are missing or impossible, or there is no such run.
     """
-    for schema, table in ((COLLECTIVES, collectives), (SPANS, spans), (STEPS, steps)):
-        schema.check(table)
-    names = one_run(steps, run)[["run", "source"]].drop_duplicates()
-    collectives, spans, steps = (table.merge(names) for table in (collectives, spans, steps))
+    collectives, spans, steps = of_run(collectives, spans, steps, run)
     if spans.empty:
         return [_unknown("table spans is missing: what ranks computed is not known")]
     if no_host_waits(collectives):

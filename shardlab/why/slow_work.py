@@ -23,10 +23,11 @@ NOTICED = 0.01  # of a step: by how much the last rank of a meeting must be late
 BESIDE_MOST = 0.1  # of the latest meeting of its step: what is less is chance beside it
 BESIDE, APART = 0.5, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
 FEWEST_SPANS = 3
+LOAD_AHEAD = "load ahead of the step, by more workers of a DataLoader,"
 # What the hosts do beside forward and backward, how it is said, what to do about it, and from which share of a step on
 # it counts: some of the optimizer's is left in any case.
 IN_SPANS = (
-    ("input wait", SpanKind.DATA, "loading data takes", "load ahead of the step, by more workers of a DataLoader,", 0.1),
+    ("input wait", SpanKind.DATA, "loading data takes", LOAD_AHEAD, 0.1),
     ("recomputation", SpanKind.RECOMPUTE, "computing activations again takes", "no checkpointing, or of less", 0.1),
     (OPTIMIZER, SpanKind.OPTIMIZER, "optimizer and clipping take", "fused=True or a cheaper one, at most,", 0.2),
 )
