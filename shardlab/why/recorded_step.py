@@ -142,7 +142,7 @@ def recorded_step(
 def of_run(
     collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, run: str | None
 ) -> Iterator[pd.DataFrame]:
-    """The rows of one run of each table; None where the tables hold one.
+    """Of each table, which is checked, the rows of one run; None names it where the tables hold one.
 
     Raises:
         ValueError: columns are missing, or there is no such run.
@@ -289,17 +289,21 @@ def _read(rows: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> Recor
     messages = _messages(rows)
     programs = {}
     for rank, begin in begins.items():
-        mine = [(row, messages[rank, int(row.seq)]) for row in rows[rows["rank"] == rank].itertuples()]
+        mine = [(row, messages[rank, int(row.seq)]) for row in _each(rows[rows["rank"] == rank])]
         programs[rank] = tuple(_program(mine, begin, float(ends[rank])))
     first = min(begins.values())
     backward_us = {rank: tuple(begins_of_backward(own).tolist()) for rank, own in by_rank(spans).items()}
     return RecordedStep(programs, first, {rank: begin - first for rank, begin in begins.items()}, backward_us, spans)
 
 
+def _each(rows: pd.DataFrame) -> Iterator[Any]:
+    yield from rows.itertuples()
+
+
 def _messages(rows: pd.DataFrame) -> dict[tuple[int, int], Message]:
     """By rank and place in the record."""
     groups: dict[tuple[object, ...], list[Any]] = {}
-    for row in rows.itertuples():
+    for row in _each(rows):
         key = (row.rank, row.seq) if pd.isna(row.group) else (row.axis, row.group, row.place)
         groups.setdefault(key, []).append(row)
     lane_of, found = _lanes(rows), dict[tuple[int, int], Message]()
@@ -332,7 +336,7 @@ def _lanes(rows: pd.DataFrame) -> dict[tuple[int, int], int]:
 def _dispatched(rows: pd.DataFrame, lane_of: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], float]:
     """How long each message could have started before it did."""
     found, free = {}, dict[tuple[object, ...], float]()
-    for row in rows.sort_values("issue_us", kind="stable").itertuples():
+    for row in _each(rows.sort_values("issue_us", kind="stable")):
         queue = row.rank, row.axis, row.op == Collective.SEND, lane_of[row.rank, row.seq]
         found[row.rank, row.seq] = max(0.0, row.start_us - max(row.issue_us, free.get(queue, 0.0)))
         free[queue] = row.end_us
