@@ -28,11 +28,11 @@ from shardlab.comm.mesh import Mesh
 from shardlab.field_types import check_types
 from shardlab.launch import RankPool, current
 from shardlab.launch.placement import check_ranks
-from shardlab.launch.pool import check_pool
 from shardlab.models import MODELS, GPTConfig
 
 QUICK_ROUNDS, FULL_ROUNDS = 6, 42  # three engines have six orders: one session, or seven
 OURS, THEIRS, FLOOR = "ours", "theirs", "floor"
+TIMEOUT_S = 300.0  # a collective that takes longer ends the bench
 PRELOAD = ("shardlab.bench.against_torch", "torch._dynamo")
 
 
@@ -53,9 +53,8 @@ class Pair:
 _UNOBSERVED = MappingProxyType({"observed": False})
 
 
-def _pair(ours: str, theirs: str, *, static_graph: bool = False, **at_its_best: Any) -> Pair:
-    options = {**_UNOBSERVED, **at_its_best}
-    return Pair(Contender(ours, ours), Contender(theirs, theirs, options, static_graph=static_graph))
+def _pair(ours: str, theirs: str, **at_its_best: Any) -> Pair:
+    return Pair(Contender(ours, ours), Contender(theirs, theirs, {**_UNOBSERVED, **at_its_best}))
 
 
 def chosen(field_name: str, names: Sequence[str], known: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -75,9 +74,9 @@ _WORKLOADS = (
     Workload("latency", "gpt-1m", rows=4, seq_len=64, round_factor=4),
 )
 _PAIRS = (
-    _pair("bucketed", "torch_ddp", static_graph=True),
+    _pair("bucketed", "torch_ddp"),
     # One message per owner instead of one per parameter.
-    _pair("zero1", "torch_zero1", static_graph=True, parameters_as_bucket_view=True),
+    _pair("zero1", "torch_zero1", parameters_as_bucket_view=True),
     # None is fully_shard's own default: the root, which backward begins with, is not gathered again.
     _pair("fsdp", "torch_fsdp2", reshard_after_forward=None),
     Pair(
@@ -103,7 +102,6 @@ class BenchConfig:
         device: auto, cpu or cuda.
         transport: transport of our engines: 'shared_memory' or 'gloo', not where ranks send by NCCL; None for the
             first that works. Torch's always use gloo or NCCL, so 'gloo' compares the engines alone.
-        timeout_s: a collective that takes longer ends the bench.
 
     Raises:
         ValueError: a field has an invalid value; the message names the field and the allowed values.
@@ -115,7 +113,6 @@ class BenchConfig:
     pairs: tuple[Pair, ...] = _PAIRS
     device: str = "auto"
     transport: str | None = None
-    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -127,8 +124,6 @@ class BenchConfig:
             names = [entry.name for entry in getattr(self, name)]
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{name}: {', '.join(names) or 'none'}; at least one is needed, and each only once")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: {self.timeout_s} is not above 0")
         check_ranks(self.ranks, self.device, [pair.theirs.strategy for pair in self.pairs], self.transport)
         for pair, workload in product(self.pairs, self.workloads):
             sizes = MODELS[workload.model]
@@ -191,36 +186,25 @@ class BenchRow:
     transport: str
 
 
-def bench(
-    config: BenchConfig, *, pool: RankPool | None = None, on_progress: Callable[[str], None] | None = None
-) -> Iterator[BenchRow]:
-    """Time every pair on every workload; yield each row when it is done.
+def bench(config: BenchConfig, *, on_progress: Callable[[str], None] = lambda _: None) -> Iterator[BenchRow]:
+    """Time every pair on every workload, on ranks of its own; yield each row when it is done.
 
     Args:
         config: what to time.
-        pool: warm ranks; None starts ranks and ends them.
         on_progress: called in this process after every round, with the names of workload and pair.
 
     Raises:
-        ValueError: ``config`` asks for other ranks than ``pool`` has.
         RankError: a rank failed; see ``launch``.
     """
 
     def on_message(_: int, done: object) -> None:
-        if on_progress is not None:
-            on_progress(str(done))
+        on_progress(str(done))
 
-    with ExitStack() as stack:
-        if pool is None:
-            own = RankPool(config.ranks, device=config.device, timeout_s=config.timeout_s, preload=PRELOAD)
-            pool = stack.enter_context(own)
-        else:
-            check_pool(pool, config.ranks, config.device)
-        for workload in config.workloads:
-            for pair in config.pairs:
-                rounds = config.rounds * workload.round_factor
-                times = pool.run(time_pair, workload, pair, rounds, config.transport, on_message=on_message)
-                yield row_of(workload, pair, times)
+    with RankPool(config.ranks, device=config.device, timeout_s=TIMEOUT_S, preload=PRELOAD) as pool:
+        for workload, pair in product(config.workloads, config.pairs):
+            rounds = config.rounds * workload.round_factor
+            times = pool.run(time_pair, workload, pair, rounds, config.transport, on_message=on_message)
+            yield row_of(workload, pair, times)
 
 
 @dataclass(frozen=True)
@@ -258,7 +242,7 @@ def _ratios(times: Sequence[int], others: Sequence[int]) -> list[float]:
     return [one / other for one, other in zip(times, others, strict=True)]
 
 
-def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport: str | None = None) -> RankTimes:
+def time_pair(rank: int, workload: Workload, pair: Pair, rounds: int, transport: str | None) -> RankTimes:
     """Time both engines of a pair and the floor on this rank, in turns."""
     device, num_ranks = current().device, current().world_size
     contenders = {OURS: pair.ours, THEIRS: pair.theirs, FLOOR: None}

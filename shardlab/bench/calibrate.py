@@ -18,7 +18,7 @@ import torch
 
 from shardlab.bench.engine_times import ENGINE_PARTS, FEW_PARTS, engine_time
 from shardlab.bench.message_times import MESSAGE_PARTS, message_time
-from shardlab.bench.operation_times import FULL, QUICK, Effort, Meet, operation_parts, operation_time
+from shardlab.bench.operation_times import FULL, QUICK, Effort, operation_parts, operation_time
 from shardlab.comm.mesh import Mesh
 from shardlab.experiment.comparison import PRELOAD
 from shardlab.forecast.machine import Line, Machine, RankCosts
@@ -48,11 +48,11 @@ class KeptParts:
     """Values by part.
 
     Args:
-        path: of the file; None to keep them in memory alone.
+        path: of the file.
         head: what they were measured on and with: those of a file with another head are not taken.
     """
 
-    def __init__(self, path: Path | None, head: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
         self.path, self.head = path, head
         self.values, self.probes = self._read()
 
@@ -63,20 +63,14 @@ class KeptParts:
     def keep(self, part: Part, value: Any) -> None:
         """Add a part: a ``Line``, numbers, or a number."""
         self.values["/".join(part)] = asdict(value) if isinstance(value, Line) else value
-        if self.path is not None:
-            # Whole or not at all: an interrupt may come at any time.
-            written = self.path.with_name(f"{self.path.name}.new")
-            written.write_text(json.dumps({"head": self.head, "values": self.values, "probes": self.probes}))
-            written.replace(self.path)
+        # Whole or not at all: an interrupt may come at any time.
+        written = self.path.with_name(f"{self.path.name}.new")
+        written.write_text(json.dumps({"head": self.head, "values": self.values, "probes": self.probes}))
+        written.replace(self.path)
 
     def probe(self) -> None:
         """Read the machine's pace, between parts: a calibration may be resumed when it is another."""
         self.probes.append(probe_seconds())
-
-    def drop(self) -> None:
-        """Remove the file."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
     def costs(self, ranks: str) -> RankCosts:
         """What is measured of so many ranks; what is not costs nothing."""
@@ -96,7 +90,7 @@ class KeptParts:
         return RankCosts.read(found)
 
     def _read(self) -> tuple[dict[str, Any], list[float]]:
-        if self.path is not None and self.path.exists():
+        if self.path.exists():
             with suppress(ValueError, KeyError, TypeError):
                 found = json.loads(self.path.read_text())
                 if found["head"] == self.head:
@@ -110,10 +104,10 @@ class Calibration:
     Args:
         ranks: numbers of ranks that are measured, besides one with the threads of all.
         is_quick: whether everything is read less often.
-        path: of a file that keeps the parts until all are measured; None for none.
+        path: of a file that keeps the parts until all are measured.
     """
 
-    def __init__(self, ranks: Sequence[int], *, is_quick: bool = False, path: Path | None = None) -> None:
+    def __init__(self, ranks: Sequence[int], *, is_quick: bool = False, path: Path) -> None:
         self.ranks, self.is_quick = ranks, is_quick
         head = {"name": platform.node(), "versions": VERSIONS, "cores": num_cores(), "is_quick": is_quick}
         self.kept = KeptParts(path, head)
@@ -182,11 +176,8 @@ def differs_here(machine: Machine) -> str:
 
     A machine that has become slower or faster since, for example by what else runs on it, differs too.
     """
-    said = (
-        []
-        if (machine.name, machine.cores) == (platform.node(), num_cores())
-        else [f"on {machine.name} with {machine.cores} cores"]
-    )
+    is_this = (machine.name, machine.cores) == (platform.node(), num_cores())
+    said = [] if is_this else [f"on {machine.name} with {machine.cores} cores"]
     said += [f"with {name} {version}" for name, version in machine.versions.items() if VERSIONS.get(name) != version]
     return ", ".join([*said, *_other_pace(machine.probes)])
 
@@ -212,7 +203,7 @@ def _together(_: int, part: Part, effort: Effort) -> Any:
     with Mesh({"data": torch.distributed.get_world_size()}) as mesh:
         if (part.field, part.name) in MESSAGE_PARTS:
             return message_time(part.field, part.name, mesh, effort)
-        return operation_time(part.field, part.name, Meet(mesh.data), effort)
+        return operation_time(part.field, part.name, mesh.data, effort)
 
 
 def _alone(rank: int, part: Part, effort: Effort) -> Any:
@@ -221,6 +212,6 @@ def _alone(rank: int, part: Part, effort: Effort) -> Any:
     before = torch.get_num_threads()
     torch.set_num_threads(min(before * torch.distributed.get_world_size(), num_cores()))
     try:
-        return operation_time(part.field, part.name, Meet(None), effort)
+        return operation_time(part.field, part.name, Mesh.alone("cpu").data, effort)
     finally:
         torch.set_num_threads(before)

@@ -62,21 +62,21 @@ def operation_parts() -> Iterator[tuple[str, str]]:
     yield from (("operations", name) for name in OPERATIONS)
 
 
-def operation_time(field: str, name: str, meet: "Meet", effort: Effort) -> dict[str, float] | Line:
-    """One of ``operation_parts``; collective."""
+def operation_time(field: str, name: str, comm: Communicator, effort: Effort) -> dict[str, float] | Line:
+    """One of ``operation_parts``; collective over ``comm``, which has one rank where that is alone."""
     if field == "floors":
-        return _floors(meet, effort)
+        return _floors(comm, effort)
     if field == "operations":
         made = [OPERATIONS[name](num_bytes) for num_bytes in BYTES[:: effort.every]]
-        return _line([(float(size), timed(function, ring, meet, effort)) for function, ring, size in made])
+        return _line([(float(size), timed(function, ring, comm, effort)) for function, ring, size in made])
     times = []
     if name in PRODUCTS:
         for rows, inner, columns in SHAPES[:: effort.every]:
-            times.append((2.0 * rows * inner * columns, timed(*PRODUCTS[name](rows, inner, columns), meet, effort)))
+            times.append((2.0 * rows * inner * columns, timed(*PRODUCTS[name](rows, inner, columns), comm, effort)))
         return _line(times)
     for shape in ATTENTIONS[:: -effort.every]:  # of few the largest
         flops = 4.0 * shape[0] * shape[1] * shape[2] ** 2 * shape[3]
-        seconds = timed(*_attention(name, shape), meet, effort)
+        seconds = timed(*_attention(name, shape), comm, effort)
         times.append((flops * (2.5 if "backward" in name else 1.0), seconds))
     return _line(times)
 
@@ -132,7 +132,7 @@ def _line(times: Sequence[tuple[float, float]]) -> Line:
     return Line(ordered, [median(by_size[size]) for size in ordered])
 
 
-def timed(function: Callable[..., object], ring: Ring, meet: "Meet", effort: Effort) -> float:
+def timed(function: Callable[..., object], ring: Ring, comm: Communicator, effort: Effort) -> float:
     """Seconds of a call on each of the ranks, all at once, until the last has ended: between cold and warm memory.
 
     A training step reads both: what the operation before it has just written, and weights and activations of long ago.
@@ -140,47 +140,30 @@ def timed(function: Callable[..., object], ring: Ring, meet: "Meet", effort: Eff
     kept: list[object] = [function(*given) for given in ring]  # results too lie where nobody has just been
     began = perf_counter()
     kept[0] = function(*ring[0])
-    count = meet.largest(max(1, min(2000, int(effort.least_seconds / max(1e-7, perf_counter() - began)))))
-    cold = median(_reading(function, ring, kept, count, meet) for _ in range(effort.turns))
-    if len(ring) <= WARM or not meet.has_caches:
+    count = _largest(max(1, min(2000, int(effort.least_seconds / max(1e-7, perf_counter() - began)))), comm)
+    cold = median(_reading(function, ring, kept, count, comm) for _ in range(effort.turns))
+    # Ranks that take turns on a core take each other's cache as well.
+    if len(ring) <= WARM or comm.num_ranks > num_cores():
         return cold
-    warm = median(_reading(function, ring[:WARM], kept, count, meet) for _ in range(effort.turns))
+    warm = median(_reading(function, ring[:WARM], kept, count, comm) for _ in range(effort.turns))
     return sqrt(cold * warm)
 
 
-def _reading(function: Callable[..., object], ring: Ring, kept: list[object], count: int, meet: "Meet") -> float:
-    meet.all()
+def _reading(function: Callable[..., object], ring: Ring, kept: list[object], count: int, comm: Communicator) -> float:
+    comm.barrier().wait()
     began = perf_counter()
     for number in range(count):
         place = number % len(ring)
         kept[place] = function(*ring[place])
-    meet.all()
+    comm.barrier().wait()
     return (perf_counter() - began) / count
 
 
-class Meet:
-    """Where ranks wait for each other.
-
-    Args:
-        comm: of all of them; None for one alone.
-    """
-
-    def __init__(self, comm: Communicator | None) -> None:
-        self._comm = comm
-        # Ranks that take turns on a core take each other's cache as well.
-        self.has_caches = comm is None or comm.num_ranks <= num_cores()
-
-    def all(self) -> None:
-        """Return when all have come."""
-        if self._comm is not None:
-            self._comm.barrier().wait()
-
-    def largest(self, count: int) -> int:
-        """The largest of all ranks' counts."""
-        found = torch.tensor([count])
-        if self._comm is not None:
-            self._comm.all_reduce(found, reduction="max").wait()
-        return int(found.item())
+def _largest(count: int, comm: Communicator) -> int:
+    """Of all ranks' counts."""
+    found = torch.tensor([count])
+    comm.all_reduce(found, reduction="max").wait()
+    return int(found.item())
 
 
 def _elementwise(function: Callable[..., object], inputs: int = 1) -> Callable[[int], tuple[Any, Ring, int]]:
@@ -219,7 +202,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _floors(meet: "Meet", effort: Effort) -> dict[str, float]:
+def _floors(comm: Communicator, effort: Effort) -> dict[str, float]:
     """Seconds of an operation that has next to nothing to do: in forward, in backward, and in an optimizer."""
     chain = nn.Sequential(*(layer for _ in range(20) for layer in (nn.Linear(4, 4), nn.GELU())))
     x, optimizer = torch.randn(4, 4), torch.optim.AdamW(chain.parameters())
@@ -232,7 +215,7 @@ def _floors(meet: "Meet", effort: Effort) -> dict[str, float]:
     for name, call in {"forward": lambda: chain(x).sum(), "backward": both, "optimizer": optimizer.step}.items():
         with _Count() as counted:
             call()
-        counts[name], seconds[name] = counted.count, timed(call, [()], meet, effort)
+        counts[name], seconds[name] = counted.count, timed(call, [()], comm, effort)
     counts["backward"] -= counts["forward"]
     seconds["backward"] -= seconds["forward"]
     return {name: seconds[name] / counts[name] for name in counts}

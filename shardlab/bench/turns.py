@@ -55,7 +55,6 @@ class Contender:
         over_tensor: whether the ranks are the mesh's tensor axis, not its data axis.
         parallelized: whether ``parallelize_module`` divides the model first, by the plan for GPTs.
         over_pipe: whether the ranks are the mesh's axis of stages, of which each row is a micro-batch, by 1F1B.
-        static_graph: whether torch's DDP is told that every step has the same graph; true of all workloads here.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Contender:
     over_tensor: bool = False
     parallelized: bool = False
     over_pipe: bool = False
-    static_graph: bool = False
 
 
 class Turn:
@@ -126,10 +124,9 @@ def turn_of(contender: Contender | None, workload: Workload, transport: str | No
             assert isinstance(model, GPT)  # checked by BenchConfig
             parallelize_module(model, gpt_plan(model.config), mesh[MeshAxis.TENSOR])
         with build_engine(contender.strategy, model, _adamw, mesh, **contender.options) as engine:
-            if contender.static_graph:
-                assert isinstance(engine, TorchDDP), engine.name  # see PAIRS
-                # Every step uses the same parameters in the same order. Private: the public way is an argument of DDP's
-                # constructor, which does the same, but the engine calls that.
+            if isinstance(engine, TorchDDP):
+                # Every step of all workloads uses the same parameters in the same order. Private: the public way is an
+                # argument of DDP's constructor, which does the same, but the engine calls that.
                 engine._ddp._set_static_graph()
             yield _of_engine(engine, workload)
 

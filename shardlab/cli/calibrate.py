@@ -94,7 +94,7 @@ def _calibrate_ranks(counts: list[int], out: Path, limit: float, *, quick: bool)
         console.print(said, soft_wrap=True)
         raise typer.Exit(1)
     calibration.machine().write(out)
-    calibration.kept.drop()
+    parts.unlink(missing_ok=True)
     console.print(f"Calibration: {out}", soft_wrap=True)
 
 

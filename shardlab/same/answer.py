@@ -242,7 +242,8 @@ def _lost(ranks: Sequence[Notes], divided: bool) -> Iterator[Line]:
             why = "are not reduced when they are stepped: set_requires_gradient_sync(True) has to come before"
             yield LOST, f"step {number}: {_norm_of(list(step.unreduced.items()), rank)}, {why}"
             break
-    if not divided and _same_rows(ranks):
+    repeated = [] if divided else _repeated(ranks)
+    if repeated and all(repeated):
         yield LOST, f"all {len(ranks)} ranks are given the same rows: {len(ranks) - 1} of {len(ranks)} add nothing"
     stepped = {name for _, _, step in every for name in step.names}
     if stepped and (left := [name for name in ranks[0].trainable if name not in stepped]):
@@ -297,11 +298,6 @@ def _other_options(rank: Notes, alone: Notes) -> str:
                 known = f"{key} is {theirs[key]} on rank 0 and {own[key]} in one process in step {number}"
                 return f"{known}: it depends on the number of ranks, and steps are compared with that of rank 0"
     return ""
-
-
-def _same_rows(ranks: Sequence[Notes]) -> bool:
-    repeated = _repeated(ranks)
-    return bool(repeated) and all(repeated)
 
 
 def _repeated(ranks: Sequence[Notes]) -> list[bool]:

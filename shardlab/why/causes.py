@@ -37,18 +37,16 @@ and traces of a profiler do not say it) nothing can be replayed: see ``step_shar
 table.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
-from shardlab.analysis.rows import one_run
-from shardlab.records.tables import COLLECTIVES, SPANS, STEPS
 from shardlab.vocabulary import SpanKind
 from shardlab.why import pipelined, slow_messages, slow_work, step_shares
 from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, Found, Recorded, watched
-from shardlab.why.recorded_step import REPRODUCED, no_host_waits
+from shardlab.why.recorded_step import REPRODUCED, no_host_waits, of_run
 
 SEEN = 0.01  # of a step: what gains less is not listed
 FEWEST_STEPS = 3
@@ -75,10 +73,7 @@ def causes(
     Raises:
         ValueError: columns or times are missing or impossible, or there is no such run.
     """
-    for schema, table in ((COLLECTIVES, collectives), (SPANS, spans), (STEPS, steps)):
-        schema.check(table)
-    names = one_run(steps, run)[["run", "source"]].drop_duplicates()
-    collectives, spans, steps = (table.merge(names) for table in (collectives, spans, steps))
+    collectives, spans, steps = of_run(collectives, spans, steps, run)
     if spans.empty:
         return [_unknown("table spans is missing: what ranks computed is not known")]
     if no_host_waits(collectives):
@@ -101,19 +96,19 @@ def _unknown(missing: str) -> Cause:
 
 
 def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:
-    work = [_weighed(record, one) for one in slow_work.found(record) if one.name not in besides]
-    work += [_weighed(record, one) for one in pipelined.found(record) if one.name not in besides]
+    def weighed(found: Iterable[Found], least: float = 0.0) -> list[tuple[Cause, bool]]:
+        wanted = [replace(one, least=max(one.least, least)) for one in found if one.name not in besides]
+        return [_weighed(record, one) for one in wanted]
+
+    work = weighed(slow_work.found(record)) + weighed(pipelined.found(record))
     # Where ranks are off the CPU a message waits for a rank without a core, too, and no other message would help.
-    messages = [
-        _weighed(record, replace(one, least=max(one.least, record.away)))
-        for one in slow_messages.found(record) if one.name not in besides
-    ]  # fmt: skip
-    messages += [_weighed(record, one) for one in slow_messages.every_micro_batch(record) if one.name not in besides]
+    messages = weighed(slow_messages.found(record), record.away)
+    messages += weighed(slow_messages.every_micro_batch(record))
     # Causes among the messages are views of the same time: of them the change that gains most comes first.
     most = max((cause.us for cause, counts in messages if counts), default=0.0)
     keys = [(cause.us, cause, counts) for cause, counts in work] + [(most, *one) for one in messages]
     keys.sort(
-        key=lambda key: (-key[2], -key[0], -key[1].gain_us * (FOR_MONEY if "bandwidth" in key[1].settings else 1)),
+        key=lambda key: (-key[2], -key[0], -key[1].gain_us * (FOR_MONEY if "bandwidth" in key[1].settings else 1))
     )
     found = [cause for _, cause, counts in keys if counts]
     rest = [cause for _, cause, counts in keys if not counts and cause.gain_us > SEEN * record.us]

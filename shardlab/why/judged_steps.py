@@ -154,11 +154,6 @@ class Recorded:
         return [one for one in self.steps[0].messages if one.tag != FLAG and rank in one.transfer_us]
 
     @cached_property
-    def link(self) -> Link | None:
-        """The emulated one, where the record names it."""
-        return link_of(self.collectives)
-
-    @cached_property
     def latency_us(self) -> Callable[[Message], float] | None:
         """Of a message; None where it cannot be told from the time of its bytes."""
         hop_us = hop_us_of(self.collectives, self.axes)
@@ -182,7 +177,7 @@ def _us(steps: Steps) -> NDArray[np.float64]:
 
 
 def link_of(collectives: pd.DataFrame) -> Link | None:
-    """See ``Recorded.link``."""
+    """The emulated link, where the record names it."""
     _, is_emulated, link = str(collectives["transport"].iloc[0]).partition(EMULATED)
     return Link.parse(link) if is_emulated else None
 

@@ -19,6 +19,7 @@ From it come two causes of a long step: ranks that wait because of the order of 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -56,14 +57,19 @@ class PipelinedStep:
     late_us: Mapping[int, float]
     ranks: tuple[int, ...]
 
-    def foretold(self, schedule: Schedule | None = None, us_of: Callable[[Action], float] | None = None) -> Played:
-        """The step by a list of actions; of another list, or with other times of work, in the place of its own."""
+    def foretold(self, schedule: Schedule | None = None) -> Played:
+        """The step by its own list of actions, or by another in the place of it."""
         schedule = schedule or self.done.schedule
-        if us_of is None:
-            us_of = self.done.work.__getitem__ if schedule == self.done.schedule else self.shared_out(schedule)
-        usual = median(self.transfer_us.values()) if self.transfer_us else 0.0
-        after = self.after(schedule, us_of)
-        return play(schedule, us_of, lambda action: self.transfer_us.get(action, usual), self.late_us, after)
+        us_of = self.work_of(schedule)
+        return play(schedule, us_of, self.transfer_of, self.late_us, self.after(schedule, us_of))
+
+    def transfer_of(self, action: Action) -> float:
+        """How long a message takes, also one that only another list sends."""
+        return self.transfer_us.get(action, self._usual_us)
+
+    @cached_property
+    def _usual_us(self) -> float:
+        return median(self.transfer_us.values()) if self.transfer_us else 0.0
 
     def after(self, schedule: Schedule, us_of: Callable[[Action], float]) -> Callable[[Action], float]:
         """How long an action works on after its message was issued: the share of it that it was.
@@ -82,8 +88,10 @@ class PipelinedStep:
         worked = sum(self.done.work[one] for one in actions)
         return sum(self.after_us.get(one, 0.0) for one in actions) / worked if worked else 0.0
 
-    def shared_out(self, schedule: Schedule) -> Callable[[Action], float]:
-        """The work of each rank on equal parts, for another list of actions."""
+    def work_of(self, schedule: Schedule) -> Callable[[Action], float]:
+        """How long an action takes; in another list than its own the work of each rank is on equal parts."""
+        if schedule == self.done.schedule:
+            return self.done.work.__getitem__
         us = {}
         for rank, actions in enumerate(schedule.ranks):
             spent = self.spent(rank)
@@ -112,9 +120,9 @@ def usual_end(played: Played) -> float:
     return median(played.ends[actions[-1]] for actions in played.schedule.ranks)
 
 
-def is_pipelined(spans: pd.DataFrame) -> bool:
-    """Whether spans are of actions of a schedule."""
-    return bool(spans["unit"].str.fullmatch(UNIT.pattern).fillna(False).any())
+def _of_actions(spans: pd.DataFrame) -> pd.DataFrame:
+    """The spans that are of actions of a schedule."""
+    return spans[spans["unit"].str.fullmatch(UNIT.pattern).fillna(False)]
 
 
 def pipelined_steps(
@@ -130,13 +138,12 @@ def pipelined_steps(
     Raises:
         ValueError: the actions are no schedule, as where spans of a rank are missing.
     """
-    actions = spans[spans["unit"].str.fullmatch(UNIT.pattern).fillna(False)]
     sent = collectives[(collectives["axis"] == str(MeshAxis.PIPE)) & collectives["op"].isin(
         [str(Collective.SEND), str(Collective.RECV)]
     )]  # fmt: skip
     sent = with_group(sent.reset_index(drop=True), axes)
     found = []
-    for step, own in actions.groupby("step"):
+    for step, own in _of_actions(spans).groupby("step"):
         of_step = sent[sent["step"] == step]
         for group in of_step["group"].dropna().unique():
             ranks = tuple(int(rank) for rank in str(group).split(","))
@@ -208,8 +215,8 @@ def _is(schedule: Schedule, plan: str) -> bool:
         return False
 
 
-def levelled(step: PipelinedStep) -> Callable[[Action], float]:
-    """The time of each action if all ranks worked as long as they do on average."""
+def levelled(step: PipelinedStep, _: Schedule) -> Callable[[Action], float]:
+    """The time of each action of its own list if all ranks worked as long as they do on average."""
     spent = [step.spent(rank) for rank in range(len(step.done.schedule.ranks))]
     factors = {
         (rank, kind): float(np.mean([each[kind] for each in spent])) / one[kind]
@@ -235,32 +242,27 @@ BUBBLE, UNBALANCED = "pipeline bubble", "unbalanced stages"
 
 def found(record: Recorded) -> Iterator[Found]:
     """Those of the schedule; none where there is no pipeline."""
-    if not is_pipelined(record.spans):
+    if _of_actions(record.spans).empty:
         return
     every = pipelined_steps(record.collectives, record.spans, record.axes)
     steps = [step for step in every if step.ranks == every[0].ranks]  # of the first pipeline, as long as the others
     if len(steps) < len(record.steps):
         return
-    base = _again(record, steps, lambda step: step.done.schedule, lambda step: step.done.work.__getitem__)
+    base = _again(record, steps)
     yield from _bubble(record, steps, base)
     yield from _unbalanced(record, steps, base)
 
 
 def _bubble(record: Recorded, steps: list[PipelinedStep], base: Steps) -> Iterator[Found]:
     measured, foretold = medians(steps)
-    schedule, held = steps[0].done.schedule, range(len(steps[0].ranks))
-    most = max(map(schedule.held, held))
+    most = max(map(steps[0].done.schedule.held, range(len(steps[0].ranks))))
     said = (
         f"ranks wait for other stages for {100 * measured:.0f} % of the schedule's time, by its list "
         f"{100 * foretold:.0f} %; a rank holds at most {most:g} micro-batches"
     )
-
-    def with_list(other: Schedule) -> Steps:
-        return _again(record, steps, lambda _: other, lambda step: step.shared_out(other))
-
     without_waits = [step.without_messages(step.messages) for step in base]
     tried = [
-        Found(BUBBLE, with_list(other), said, change, without_waits, settings, base)
+        Found(BUBBLE, _again(record, steps, other), said, change, without_waits, settings, base)
         for change, settings, other in others(steps[0])
     ]
     yield from sorted(tried, key=lambda one: -float(np.median(record.gains(one.changed, base))))[:1]
@@ -276,19 +278,20 @@ def _unbalanced(record: Recorded, steps: list[PipelinedStep], base: Steps) -> It
         f"the stages of rank {steps[0].ranks[longest]} take {spent[longest] / 1e3:.3g} ms of a step, those of another "
         f"rank {others_us / 1e3:.3g} ms"
     )
-    changed = _again(record, steps, lambda step: step.done.schedule, levelled)
+    changed = _again(record, steps, us_of=levelled)
     yield Found(UNBALANCED, changed, said, "stages of equal work, cut elsewhere (--begins),", base=base)
 
 
 def _again(
-    record: Recorded, steps: list[PipelinedStep], list_of: Callable[[PipelinedStep], Schedule],
-    us_of: Callable[[PipelinedStep], Callable[[Action], float]],
+    record: Recorded, steps: list[PipelinedStep], other: Schedule | None = None,
+    us_of: Callable[[PipelinedStep, Schedule], Callable[[Action], float]] = PipelinedStep.work_of,
 ) -> Steps:  # fmt: skip
-    """The steps by other lists or with other work; what is around the schedule stays as it was."""
+    """The steps by their own list or another, or with other work; what is around the schedule stays as it was."""
     made = []
     for step, recorded_us in zip(steps, record.base.tolist(), strict=True):
-        around = max(0.0, recorded_us - _programs(record, step, step.done.schedule, step.done.work.__getitem__, 0.0).us)
-        made.append(_programs(record, step, list_of(step), us_of(step), around))
+        own = step.done.schedule
+        around = max(0.0, recorded_us - _programs(record, step, own, step.work_of(own), 0.0).us)
+        made.append(_programs(record, step, other or own, us_of(step, other or own), around))
     return made
 
 
@@ -296,8 +299,6 @@ def _programs(
     record: Recorded, step: PipelinedStep, schedule: Schedule, us_of: Callable[[Action], float], around_us: float
 ) -> RecordedStep:  # fmt: skip
     work = {action: us_of(action) for actions in schedule.ranks for action in actions}
-    usual = median(step.transfer_us.values()) if step.transfer_us else 0.0
-    after = step.after(schedule, us_of)
-    items = programs(schedule, work, lambda action: step.transfer_us.get(action, usual), after)
+    items = programs(schedule, work, step.transfer_of, step.after(schedule, us_of))
     ended = {rank: (Work(step.late_us[rank]), *own, Work(around_us)) for rank, own in items.items()}
     return RecordedStep(ended, 0.0, dict.fromkeys(ended, 0.0), {}, record.spans)

@@ -130,16 +130,28 @@ def recorded_step(
         NotReplayedError: see ``recorded_steps``; or run as it was it is more than 5 % off.
         ValueError: columns or times are missing or impossible, there is no such run or step, or the ranks disagree.
     """
-    for schema, table in ((COLLECTIVES, collectives), (SPANS, spans), (STEPS, steps)):
-        schema.check(table)
-    of_run = one_run(steps, run)
-    of_step = of_run[of_run["step"] == one_step(of_run, step)]
-    names = of_step[["run", "source", "step"]].drop_duplicates()
-    (found,) = recorded_steps(collectives.merge(names), spans.merge(names), of_step, axes)
+    collectives, spans, steps = of_run(collectives, spans, steps, run)
+    of_step = steps[steps["step"] == one_step(steps, step)]
+    (found,) = recorded_steps(collectives, spans, of_step, axes)
     off = found.us / of_step["step_us"].median() - 1
     if not abs(off) <= REPRODUCED:
         raise NotReplayedError(f"steps: a replay that reproduces the step is missing: it is {100 * off:.3g} % off")
     return found
+
+
+def of_run(
+    collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame, run: str | None
+) -> Iterator[pd.DataFrame]:
+    """Of each table, which is checked, the rows of one run; None names it where the tables hold one.
+
+    Raises:
+        ValueError: columns are missing, or there is no such run.
+    """
+    tables = {COLLECTIVES: collectives, SPANS: spans, STEPS: steps}
+    for schema, table in tables.items():
+        schema.check(table)
+    names = one_run(steps, run)[["run", "source"]].drop_duplicates()
+    return (table.merge(names) for table in tables.values())
 
 
 def critical_path(step: RecordedStep) -> pd.DataFrame:
@@ -277,9 +289,7 @@ def _read(rows: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame) -> Recor
     messages = _messages(rows)
     programs = {}
     for rank, begin in begins.items():
-        mine: list[tuple[Any, Message]] = [
-            (row, messages[rank, int(row.seq)]) for row in _each(rows[rows["rank"] == rank])
-        ]
+        mine = [(row, messages[rank, int(row.seq)]) for row in _each(rows[rows["rank"] == rank])]
         programs[rank] = tuple(_program(mine, begin, float(ends[rank])))
     first = min(begins.values())
     backward_us = {rank: tuple(begins_of_backward(own).tolist()) for rank, own in by_rank(spans).items()}

@@ -11,7 +11,7 @@ from shardlab.analysis.rows import KEYS, begins_of_backward, numbers, positions
 from shardlab.partition.step_program import Issue, Message, Work
 from shardlab.vocabulary import FLAG, Collective, MeshAxis, Phase
 from shardlab.why.changed_messages import Latency, ahead, in_parts, merged
-from shardlab.why.judged_steps import Found, Recorded, Steps
+from shardlab.why.judged_steps import Found, Recorded, Steps, link_of
 from shardlab.why.recorded_step import RecordedStep
 
 REPEATED = "every micro-batch communicates"
@@ -35,7 +35,7 @@ def found(record: Recorded) -> Iterator[Found]:
     exposed = float(np.median(record.gains(record.with_transfers(lambda *_: 0.0)))) / 1e3
     said = f"{exposed:.3g} ms of a step wait for {_by_size([one.num_bytes for one in record.messages])}"
     known, apart = latency or (lambda _: 0.0), "latency not told apart: all of one size"
-    link = record.link
+    link = link_of(record.collectives)
 
     def of_bytes(one: Message, us: float) -> float:
         """What is left of a transfer; of an emulated link no more than its bytes take, since the rest is the host's."""

@@ -23,6 +23,14 @@ NOTICED = 0.01  # of a step: by how much the last rank of a meeting must be late
 BESIDE_MOST = 0.1  # of the latest meeting of its step: what is less is chance beside it
 BESIDE, APART = 0.5, 0.1  # shares of a span beside messages, from which and up to which it counts as slowed and not
 FEWEST_SPANS = 3
+LOAD_AHEAD = "load ahead of the step, by more workers of a DataLoader,"
+# What the hosts do beside forward and backward, how it is said, what to do about it, and from which share of a step on
+# it counts: some of the optimizer's is left in any case.
+IN_SPANS = (
+    ("input wait", SpanKind.DATA, "loading data takes", LOAD_AHEAD, 0.1),
+    ("recomputation", SpanKind.RECOMPUTE, "computing activations again takes", "no checkpointing, or of less", 0.1),
+    (OPTIMIZER, SpanKind.OPTIMIZER, "optimizer and clipping take", "fused=True or a cheaper one, at most,", 0.2),
+)
 
 
 def found(record: Recorded) -> Iterator[Found]:
@@ -58,30 +66,13 @@ def _why_away(record: Recorded, away: Removed) -> tuple[str, str]:
 
 def _in_spans(record: Recorded) -> Iterator[Found]:
     """What the hosts did beside forward and backward."""
-    spans = (
-        (
-            "input wait",
-            SpanKind.DATA,
-            "loading data takes {}",
-            "load ahead of the step, by more workers of a DataLoader,",
-        ),
-        ("recomputation", SpanKind.RECOMPUTE, "computing activations again takes {}", "no checkpointing, or of less"),
-        (
-            OPTIMIZER,
-            SpanKind.OPTIMIZER,
-            "optimizer and clipping take {}",
-            "fused=True or a cheaper one, at most,",
-        ),
-    )
-    for name, kind, evidence, change in spans:
+    for name, kind, words, change, least in IN_SPANS:
         removed = record.of_kind(kind)
-        said = evidence.format(f"{record.lost_us(removed) / 1e3:.3g} ms of a step")
-        least = 0.2 if name == OPTIMIZER else 0.1  # some of it is left in any case
+        said = f"{words} {record.lost_us(removed) / 1e3:.3g} ms of a step"
         yield Found(name, record.without(removed), said, change, least=least)
-    whole = by_rank(record.timed)
     open_us = record.of_kind(*SpanKind)
     outside = {}
-    for rank, own in whole.items():
+    for rank, own in by_rank(record.timed).items():
         times = np.column_stack((numbers(own, "start_us"), numbers(own, "start_us") + numbers(own, "step_us")))
         outside[rank] = subtract(times, open_us.get(rank, NOTHING))
         outside[rank] = merge(np.concatenate((outside[rank], record.dispatch.get(rank, NOTHING))))

@@ -23,10 +23,10 @@ KEYS = {
 }  # fmt: skip
 
 
-def test_a_tiny_bench_from_end_to_end(pools):
+def test_a_tiny_bench_from_end_to_end():
     config = BenchConfig(ranks=2, rounds=2, workloads=(TINY,), device="cpu")
     done = []
-    rows = list(bench(config, pool=pools(2), on_progress=done.append))
+    rows = list(bench(config, on_progress=done.append))
     assert [(row.ours, row.theirs) for row in rows] == [
         ("bucketed", "torch_ddp"), ("zero1", "torch_zero1"), ("fsdp", "torch_fsdp2"), ("tensor_parallel", "torch_tp"),
         ("pipeline", "torch_pipeline"), ("itself", "bucketed"),
@@ -61,11 +61,11 @@ def test_what_was_measured_before_an_interrupt_is_shown_and_written(tmp_path, mo
         assert result.output.count("torch_fsdp2") == len(json.loads((tmp_path / "rows.json").read_text())) == 2
 
 
-def test_ours_can_send_as_torch_does_and_one_rank_shows_what_an_engine_costs_besides_sending(pools):
+def test_ours_can_send_as_torch_does_and_one_rank_shows_what_an_engine_costs_besides_sending():
     config = BenchConfig(rounds=2, workloads=(TINY,), pairs=(PAIRS["bucketed"],), device="cpu", transport="gloo")
-    assert [row.transport for row in bench(config, pool=pools(2))] == ["gloo"]
+    assert [row.transport for row in bench(config)] == ["gloo"]
     config = replace(config, ranks=1, pairs=(PAIRS["fsdp"],), transport="shared_memory")
-    (row,) = bench(config, pool=pools(1))
+    (row,) = bench(config)
     assert (row.ranks, row.ours, row.theirs) == (1, "fsdp", "torch_fsdp2")
 
 
@@ -136,18 +136,12 @@ def test_a_wrong_field_is_refused():
         ({"rounds": 1}, "rounds: 1 is below 2"),
         ({"workloads": ()}, "workloads: none; at least one is needed"),
         ({"pairs": (PAIRS["fsdp"], PAIRS["fsdp"])}, "pairs: fsdp, fsdp; .* each only once"),
-        ({"timeout_s": 0.0}, "timeout_s: 0.0"),
         ({"transport": "udp"}, "transport: 'udp' is not one of shared_memory, gloo"),
         ({"ranks": 3}, "ranks: 3 ranks do not divide the heads of gpt-30m; leave out 'tensor_parallel'"),
     ):
         with pytest.raises(ValueError, match=message):
             BenchConfig(**{"device": "cpu", **wrong})
     BenchConfig(ranks=4, device="cpu")  # all pairs and workloads
-
-
-def test_a_pool_of_other_ranks_is_refused(pools):
-    with pytest.raises(ValueError, match=r"pool: 3 ranks, but config\.ranks is 2"):
-        next(bench(BenchConfig(device="cpu"), pool=pools(3)))
 
 
 def test_the_command_refuses_before_a_rank_starts():

@@ -40,8 +40,8 @@ def measured(monkeypatch):
     return SimpleNamespace(parts=found, measure=measure)
 
 
-def test_a_quick_one_measures_two_engines_and_takes_the_others_to_be_like_them(measured):
-    quick, full = Calibration([2], is_quick=True), Calibration([2])
+def test_a_quick_one_measures_two_engines_and_takes_the_others_to_be_like_them(tmp_path, measured):
+    quick, full = (Calibration([2], is_quick=is_quick, path=tmp_path / "parts") for is_quick in (True, False))
     assert quick.measure()
     assert len(quick.parts) == len(full.parts) - 8
     costs = quick.machine().costs(2)
@@ -114,10 +114,11 @@ def test_parts_of_another_machine_or_a_damaged_file_are_not_taken(tmp_path, meas
     assert not Calibration([2], path=path).missing
     assert Calibration([2], is_quick=True, path=path).missing
     found = json.loads(path.read_text())
+    every = Calibration([2], path=path).parts
     for text in (json.dumps(found | {"head": found["head"] | {"cores": 1000}}), "{", "[]", "{}"):
         path.write_text(text)
-        assert Calibration([2], path=path).missing == Calibration([2]).parts
-    assert measured.parts == Calibration([2]).parts
+        assert Calibration([2], path=path).missing == every
+    assert measured.parts == every
 
 
 def test_the_command_keeps_says_and_resumes(tmp_path, measured, monkeypatch):
@@ -140,9 +141,9 @@ def test_the_command_keeps_says_and_resumes(tmp_path, measured, monkeypatch):
     [("2", "floors", ""), ("2", "operations", "add"), ("2", "messages", "all_gather"), ("2", "contention", ""),
      ("single", "operations", "add")],
 )  # fmt: skip
-def test_a_part_is_measured_on_ranks(pools, part):
-    found = KeptParts(None, {})
-    found.keep(Part(*part), Calibration([2])._measured(pools(2), Part(*part), QUICK))
+def test_a_part_is_measured_on_ranks(tmp_path, pools, part):
+    found = KeptParts(tmp_path / "parts", {})
+    found.keep(Part(*part), Calibration([2], path=found.path)._measured(pools(2), Part(*part), QUICK))
     costs = found.costs(part[0])
     assert costs.floors or costs.operations or costs.messages or costs.slowed_by_compute >= 0
     for line in (*costs.operations.values(), *costs.messages.values()):
