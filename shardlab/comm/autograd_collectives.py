@@ -27,7 +27,7 @@ Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g); Korthikanti et al
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +38,25 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import Pending, wait_all
 from shardlab.partition.slices import require_divisible
 
-Move = Callable[[Tensor, Communicator, int, str], Tensor]
+Move = Callable[[Any, Tensor], Tensor]
+"""What happens at a border, a ``Where`` or a ``Hop``, to a tensor."""
 
 # What ``torch.compile`` runs as plain Python and never traces. Private: ``torch.compiler.disable`` would import the
 # compiler, which takes a second, together with this file.
 untraced = _disable_dynamo
+
+
+class Where(NamedTuple):
+    """Between which ranks a tensor crosses, along which dim, and what it is."""
+
+    comm: Communicator
+    dim: int
+    tag: str
+
+    @property
+    def back(self) -> "Where":
+        """Where its gradient crosses."""
+        return Where(self.comm, self.dim, _gradient_of(self.tag))
 
 
 def copy(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
@@ -64,11 +78,10 @@ def is_copy(node: Node) -> bool:
 
 def border_of(node: Node) -> tuple[Sequence[int], str, bool] | None:
     """Of a border's node: its ranks, what crosses, and whether it takes parts of a gradient, or one that is alike."""
-    conjugate: Any = getattr(node, "conjugate", ())
-    if len(conjugate) != 5:  # a hop's are fewer
+    back, _, where = getattr(node, "conjugate", (None, None, None))
+    if not isinstance(where, Where):
         return None
-    back, _, comm, _, tag = conjugate
-    return comm.ranks, tag.removeprefix("gradient of "), back not in (_same, _own_part)
+    return where.comm.ranks, where.tag or "gradient", back not in (_same, _own_part)
 
 
 def reduce(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
@@ -124,7 +137,11 @@ def exchange(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:
 
 
 class Hop:
-    """A tensor on its way around the ring, from ``begin_shift`` to ``end_shift``; and its gradient, on the way back."""
+    """A tensor on its way around the ring, from ``begin_shift`` to ``end_shift``; and its gradient, on the way back.
+
+    The backward of its end begins that of the gradient, whose end is the backward of its begin. Autograd runs backward
+    in the opposite order of forward, and so in between what was computed in between.
+    """
 
     def __init__(self, comm: Communicator, by: int, tag: str) -> None:
         self._comm, self._by, self._tag = comm, by, tag
@@ -133,7 +150,7 @@ class Hop:
     @cached_property
     def back(self) -> "Hop":
         """The gradient's."""
-        return Hop(self._comm, -self._by, f"gradient of {self._tag}" if self._tag else "gradient")
+        return Hop(self._comm, -self._by, _gradient_of(self._tag))
 
     def begin(self, tensor: Tensor) -> Tensor:
         """Send it on, and return the memory that will have what comes."""
@@ -158,12 +175,12 @@ def begin_shift(tensor: Tensor, comm: Communicator, *, tag: str = "") -> tuple[T
     In backward the gradient travels while the backward of what stands between the two calls is computed.
     """
     hop = Hop(comm, 1, tag)
-    return (tensor, hop) if comm.num_ranks == 1 else (_hop(tensor, hop, Hop.begin, Hop.end), hop)
+    return (tensor, hop) if comm.num_ranks == 1 else (_crossed(tensor, Hop.begin, Hop.end, hop), hop)
 
 
 def end_shift(arriving: Tensor, hop: Hop) -> Tensor:
     """The tensor of the rank before, of what ``begin_shift`` has returned."""
-    return arriving if hop._comm.num_ranks == 1 else _hop(arriving, hop, Hop.end, Hop.begin)
+    return arriving if hop._comm.num_ranks == 1 else _crossed(arriving, Hop.end, Hop.begin, hop)
 
 
 def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
@@ -171,12 +188,12 @@ def _cross(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int
         return tensor
     if not -tensor.dim() <= dim < max(tensor.dim(), 1):
         raise ValueError(f"dim: {dim} is not one of the {tensor.dim()} dims of {tag or 'the tensor'}")
-    return _crossed(tensor, there, back, comm, dim, tag)
+    return _crossed(tensor, there, back, Where(comm, dim, tag))
 
 
 @untraced
-def _crossed(tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
-    crossed: Tensor = _Border.apply(tensor, there, back, comm, dim, tag)  # type: ignore[no-untyped-call]
+def _crossed(tensor: Tensor, there: Move, back: Move, where: Where | Hop) -> Tensor:
+    crossed: Tensor = _Border.apply(tensor, there, back, where)  # type: ignore[no-untyped-call]
     return crossed
 
 
@@ -186,33 +203,36 @@ class _Border(torch.autograd.Function):
     runs_no_backward = True  # for engines that ask what a backward will reach
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, comm: Communicator, dim: int, tag: str) -> Tensor:
-        ctx.conjugate = (back, there, comm, dim, f"gradient of {tag}" if tag else "gradient")
-        return there(tensor, comm, dim, tag)
+    def forward(ctx: Any, tensor: Tensor, there: Move, back: Move, where: Where | Hop) -> Tensor:
+        ctx.conjugate = (back, there, where)
+        return there(where, tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient: Tensor = _Border.apply(gradients[0], *ctx.conjugate)  # type: ignore[no-untyped-call]
-        return gradient, None, None, None, None, None
+        there, back, where = ctx.conjugate
+        gradient: Tensor = _Border.apply(gradients[0], there, back, where.back)  # type: ignore[no-untyped-call]
+        return gradient, None, None, None
 
 
-def _same(tensor: Tensor, *_: object) -> Tensor:
+def _same(_: Where, tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor)
 
 
-def _summed(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
+def _summed(where: Where, tensor: Tensor) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)  # autograd may have saved the tensor for backward
-    comm.all_reduce(total, tag=tag).wait()
+    where.comm.all_reduce(total, tag=where.tag).wait()
     return total
 
 
-def _own_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
+def _own_part(where: Where, tensor: Tensor) -> Tensor:
+    comm, dim, tag = where
     require_divisible(f"dim {dim} of {tag or 'the tensor'}", tensor.shape[dim], comm.num_ranks)
     # A copy, or the part would keep the whole alive.
     return tensor.chunk(comm.num_ranks, dim)[comm.rank].clone(memory_format=torch.contiguous_format)
 
 
-def _gathered(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
+def _gathered(where: Where, tensor: Tensor) -> Tensor:
+    comm, dim, tag = where
     # Rank-major is already the order of dim 0; any other dim needs a copy. No view is returned: torch refuses writes in
     # place into a view that an autograd function has made.
     whole = tensor.new_empty((comm.num_ranks * tensor.shape[0], *tensor.shape[1:]))
@@ -220,7 +240,8 @@ def _gathered(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
     return whole if dim in (0, -tensor.dim()) else torch.cat(whole.chunk(comm.num_ranks), dim)
 
 
-def _summed_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tensor:
+def _summed_part(where: Where, tensor: Tensor) -> Tensor:
+    comm, dim, tag = where
     require_divisible(f"dim {dim} of {tag or 'the tensor'}", tensor.shape[dim], comm.num_ranks)
     parts = torch.stack(tensor.chunk(comm.num_ranks, dim)) if dim not in (0, -tensor.dim()) else tensor.contiguous()
     shape = list(tensor.shape)
@@ -230,37 +251,12 @@ def _summed_part(tensor: Tensor, comm: Communicator, dim: int, tag: str) -> Tens
     return output
 
 
-def _exchanged(tensor: Tensor, comm: Communicator, _dim: int, tag: str) -> Tensor:
+def _exchanged(where: Where, tensor: Tensor) -> Tensor:
     output = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     # Contiguous, not reshaped: a gradient that sum() has expanded is one element in a row of strides of 0.
-    comm.all_to_all(output.view(-1), tensor.contiguous().view(-1), tag=tag).wait()
+    where.comm.all_to_all(output.view(-1), tensor.contiguous().view(-1), tag=where.tag).wait()
     return output
 
 
-HopAct = Callable[[Hop, Tensor], Tensor]
-
-
-@untraced
-def _hop(tensor: Tensor, hop: Hop, there: HopAct, back: HopAct) -> Tensor:
-    moved: Tensor = _HopBorder.apply(tensor, hop, there, back)  # type: ignore[no-untyped-call]
-    return moved
-
-
-class _HopBorder(torch.autograd.Function):
-    """One end of a hop. The backward of its end begins that of the gradient, whose end is the backward of its begin.
-
-    Autograd runs backward in the opposite order of forward, and so in between what was computed in between.
-    """
-
-    runs_no_backward = True  # for engines that ask what a backward will reach
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, hop: Hop, there: HopAct, back: HopAct) -> Tensor:
-        ctx.conjugate = (hop, back, there)
-        return there(hop, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hop, there, back = ctx.conjugate
-        gradient: Tensor = _HopBorder.apply(gradients[0], hop.back, there, back)  # type: ignore[no-untyped-call]
-        return gradient, None, None, None
+def _gradient_of(tag: str) -> str:
+    return f"gradient of {tag}" if tag else "gradient"

@@ -18,7 +18,7 @@ from shardlab.comm.base_mesh import BaseMesh, Groups, groups_along
 from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observers, Pending
 from shardlab.comm.transports.base import Job, Message
-from shardlab.comm.without_ranks import SilentCommunicator
+from shardlab.comm.without_ranks import Meeting, MemoryTransport
 from shardlab.partition.step_program import Contention, Rank, Transfer
 from shardlab.vocabulary import FLAG, Collective
 
@@ -136,8 +136,11 @@ class ToldClock(Rank):
             observer.completed(event)
 
 
-class ForetoldCommunicator(SilentCommunicator):
+class ForetoldCommunicator(Communicator):
     """One rank of a group of which nothing else exists, whose messages take time on a clock.
+
+    It announces every collective and moves nothing: shapes come out right, values do not. That is enough for tensors
+    without memory, and its observers see each message of a step before any rank has started.
 
     Args:
         ranks: global ranks of the group.
@@ -148,8 +151,9 @@ class ForetoldCommunicator(SilentCommunicator):
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, clock: ToldClock, *, are_alike: bool) -> None:
-        super().__init__(len(ranks), rank, axis)
-        self.ranks, self._clock, self._are_alike = ranks, clock, are_alike
+        super().__init__(MemoryTransport(Meeting(len(ranks)), rank), None, ranks, rank, axis)
+        self._observers = ()  # not those of this process, which wait for a collective's end
+        self._clock, self._are_alike = clock, are_alike
 
     def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
         clock, wire, keep, _ = self._clock, self._clock.wire, sizes.pop("keep", ()), sizes.pop("start", None)
@@ -174,13 +178,16 @@ class ForetoldMesh(BaseMesh):
     Args:
         axes: size of each axis by name, slowest first.
         rank: which rank this is.
-        clock: on which messages take time.
+        clock: on which messages take time; None where they take none.
         are_alike: whether the other ranks use the parameters that this one uses; else together they use all.
     """
 
-    def __init__(self, axes: Mapping[str, int], rank: int, clock: ToldClock, *, are_alike: bool = True) -> None:
+    def __init__(
+        self, axes: Mapping[str, int], rank: int, clock: ToldClock | None = None, *, are_alike: bool = True
+    ) -> None:
         super().__init__(axes, range(prod(axes.values())), torch.device("cpu"))
-        self._rank, self._clock, self._are_alike = rank, clock, are_alike
+        self._rank, self._are_alike = rank, are_alike
+        self._clock = clock or ToldClock(Wire(lambda _: Costs(0.0)))
         self.places: dict[str, dict[int, int]] = {}
         """By axis, part or product, of each rank its place in its group."""
         self._communicators = self._make({axis: groups_along(self.axes, self.ranks, axis) for axis in self.axes})

@@ -25,7 +25,7 @@ from shardlab.comm.communicator import Communicator
 from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.comm.observed_group import ObservedGroup, Process
 from shardlab.comm.rank_life import retire
-from shardlab.comm.torch_times import GLOO_THREADS, HostTimes, StreamTimes, Times, complete_waits
+from shardlab.comm.torch_times import HostTimes, StreamTimes, Times, complete_waits
 from shardlab.comm.trees import tensors_in
 from shardlab.partition.ring_cost import moved_bytes
 from shardlab.vocabulary import Collective
@@ -223,7 +223,7 @@ class TorchGroup(dist.ProcessGroup):
         self._comm: Communicator | None = comm
         self._tag_of = tag_of
         self._backend = dist.get_backend(inner)
-        self.times: Times = HostTimes(GLOO_THREADS) if self._backend == "gloo" else StreamTimes()
+        self.times: Times = HostTimes() if self._backend == "gloo" else StreamTimes()
         self._name = ""
         self.left_to_torch: list[tuple[CollectiveEvent, Observers]] = []  # C++ waits for them
 
@@ -254,7 +254,7 @@ class TorchGroup(dist.ProcessGroup):
         self.left_to_torch = []
         self.times.close()
         # Collectives that are still followed hold their observers, and through them an engine with all its memory.
-        self.times = HostTimes(GLOO_THREADS)
+        self.times = HostTimes()
 
     def _pass_on(self, name: str, verb: Verb, /, *args: Any, **kwargs: Any) -> "TorchWork":
         inner, comm = self._inner, self._comm

@@ -26,18 +26,14 @@ from shardlab.comm.streams import CUDA, DeviceStream, Streams, mark
 T = TypeVar("T")
 Call = Callable[[], dist.Work | None]
 """Has torch issue a collective."""
-GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
+_GLOO_THREADS = 2  # torch gives a gloo group two threads: a third collective waits until one of them is free
 
 
 class HostTimes:
-    """gloo: threads take collectives in the order of issue; each begins when it is issued or a thread becomes free.
+    """gloo: threads take collectives in the order of issue; each begins when it is issued or a thread becomes free."""
 
-    Args:
-        num_threads: of the group.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        self._num_free = num_threads
+    def __init__(self) -> None:
+        self._num_free = _GLOO_THREADS
         self._queued: deque[tuple[CollectiveEvent, Observers]] = deque()
         self._lock = threading.Lock()  # the end of a collective is told in gloo's thread
 

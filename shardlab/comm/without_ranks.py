@@ -1,8 +1,6 @@
-"""Ranks that are none: communicators for trying out in one process what a group of ranks would do.
+"""Ranks that are none: threads of one process, which meet in its memory, do what a group of ranks would do.
 
-``SilentCommunicator`` announces every collective and moves nothing: shapes come out right, values do not. It is enough
-for tensors without memory, and its observers see each message of a step before any rank has started.
-``on_threads`` runs a function on threads that meet in memory instead: values come out right too.
+Where shapes alone are needed, ``comm.foretold`` has one rank of a group of which nothing else exists.
 """
 
 import threading
@@ -14,32 +12,10 @@ import torch
 from torch import Tensor
 
 from shardlab.comm.communicator import Communicator
-from shardlab.comm.events import CollectiveEvent, Observers, Pending
+from shardlab.comm.events import CollectiveEvent, Observers
 from shardlab.comm.transports.base import Bounds, Job, Message, Reduction, Start, Transport
-from shardlab.vocabulary import Collective
 
 T = TypeVar("T")
-
-
-class SilentCommunicator(Communicator):
-    """One rank of a group of which nothing else exists.
-
-    Args:
-        num_ranks: of the group.
-        rank: which of them this one is.
-        axis: the axis' name, which every event carries.
-    """
-
-    def __init__(self, num_ranks: int, rank: int, axis: str) -> None:
-        transport = None if num_ranks == 1 else _MemoryTransport(_Meeting(num_ranks), rank)
-        super().__init__(transport, None, range(num_ranks), rank, axis)
-        self._observers = ()  # not those of this process, which wait for a collective's end
-
-    def _submit(self, op: Collective, buffer: Tensor | None, job: Job | Message, tag: str, **sizes: Any) -> Pending:
-        for name in ("keep", "start"):
-            sizes.pop(name, None)
-        self.announce(op, () if buffer is None else (buffer,), tag, **sizes)
-        return Pending()
 
 
 def on_threads(num_ranks: int, function: Callable[[Communicator], T], axis: str) -> list[T]:
@@ -48,10 +24,10 @@ def on_threads(num_ranks: int, function: Callable[[Communicator], T], axis: str)
     Raises:
         Exception: that of the first thread that failed; the others are released from their collectives.
     """
-    meeting = _Meeting(num_ranks)
+    meeting = Meeting(num_ranks)
 
     def run(rank: int) -> T:
-        transport = None if num_ranks == 1 else _MemoryTransport(meeting, rank)
+        transport = None if num_ranks == 1 else MemoryTransport(meeting, rank)
         comm = Communicator(transport, _AtOnce(), range(num_ranks), rank, axis)
         # Not those of this process: its hang board would show a collective that no rank is in.
         comm._observers = ()
@@ -70,7 +46,7 @@ def on_threads(num_ranks: int, function: Callable[[Communicator], T], axis: str)
     return [rank.result() for rank in ranks]
 
 
-class _Meeting:
+class Meeting:
     """Where threads put their tensors, and wait until all have."""
 
     def __init__(self, num_ranks: int) -> None:
@@ -87,15 +63,17 @@ class _Meeting:
         return taken
 
 
-class _MemoryTransport(Transport):
+class MemoryTransport(Transport):
     """Tensors of threads of one process, read from where they lie."""
 
     name, emulated = "memory", False
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction, tag: str = "") -> None:
+        """Each thread reduces all of it."""
+
         def take(tensors: list[Tensor]) -> Tensor:
             stacked = torch.stack(tensors)
             return stacked.sum(0) if reduction == "sum" else stacked.amax(0)
@@ -103,28 +81,35 @@ class _MemoryTransport(Transport):
         tensor.copy_(self._meeting.exchange(self._rank, tensor, take))
 
     def reduce_scatter(self, output: Tensor, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        """Each thread sums its own chunk."""
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         output.copy_(
             self._meeting.exchange(self._rank, buffer, lambda given: torch.stack([x[own] for x in given]).sum(0))
         )
 
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
+        """Each thread takes every chunk from its rank's buffer."""
+
         def take(buffers: list[Tensor]) -> Tensor:
             return torch.cat([other[bounds[rank] : bounds[rank + 1]] for rank, other in enumerate(buffers)])
 
         buffer.copy_(self._meeting.exchange(self._rank, buffer, take))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
+        """A copy of the source's tensor."""
         # A clone: once they have met, the source may change its tensor while others still copy.
         tensor.copy_(self._meeting.exchange(self._rank, tensor, lambda tensors: tensors[src].clone()))
 
     def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """Each thread takes its part of all buffers."""
+
         def take(buffers: list[Tensor]) -> Tensor:
             return torch.cat([other.chunk(len(buffers))[self._rank] for other in buffers])
 
         output.copy_(self._meeting.exchange(self._rank, buffer, take))
 
     def barrier(self) -> None:
+        """Wait until all have come."""
         self._meeting.barrier.wait()
 
 

@@ -11,14 +11,14 @@ each place in their group is a kind of its own.
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from math import nan, prod
+from math import prod
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from shardlab.comm import BaseMesh, CollectiveEvent, Observer
-from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.comm.rank_life import observing_new
 from shardlab.dry.without_values import WithoutValues
 from shardlab.partition.ring_cost import ring_wire_bytes
@@ -149,8 +149,7 @@ class DryRun(Generic[T]):
         with contextlib.ExitStack() as stack:
             stack.enter_context(generators_seeded(0))
             stack.enter_context(warnings.catch_warnings(action="ignore"))  # they come where it trains
-            clock = ToldClock(Wire(lambda _: Costs(0.0)))
-            mesh = stack.enter_context(ForetoldMesh(self._axes, rank, clock, are_alike=self._alike))
+            mesh = stack.enter_context(ForetoldMesh(self._axes, rank, are_alike=self._alike))
             stack.enter_context(mesh.observed_by(log))
             stack.enter_context(observing_new(_OnRanks()))
             stack.enter_context(WithoutValues(lambda *_: None, self._shapes))
@@ -181,10 +180,10 @@ class DryRun(Generic[T]):
 
 
 def _row(one: Sent, seq: int, run: str) -> dict[str, object]:
+    """Without times."""
     event = one.event
     return {
         "run": run, "source": "predicted", "step": 0, "seq": seq, "axis": event.axis, "op": event.op, "tag": event.tag,
         "phase": one.phase, "dtype": event.dtype, "numel": event.numel, "bytes": event.num_bytes,
-        "group_size": event.group_size, "transport": "", "issue_us": nan, "start_us": nan, "end_us": nan,
-        "wait_start_us": nan, "wait_end_us": nan,
+        "group_size": event.group_size, "transport": "",
     }  # fmt: skip

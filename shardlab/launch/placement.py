@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardlab.comm.mesh import check_transport
 from shardlab.comm.torch_engine_groups import check_torch_engines
-from shardlab.comm.transports.choice import check_transport
 from shardlab.launch.hang_board import BoardWriter
 
 MOST_RANKS = 1024  # that one machine starts: each is a process with a torch of its own

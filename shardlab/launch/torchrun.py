@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,30 +23,14 @@ from shardlab.launch.placement import Placement, TorchrunEnv, agreed, enter, mak
 T = TypeVar("T")
 
 
-class _End(NamedTuple):
-    """How a rank has left a call of ``run``: with a result, or with an exception of this name."""
-
-    call: int
-    result: Payload | None = None
-    failure: str = ""
-
-    def __str__(self) -> str:
-        left = f"raised {self.failure} in" if self.failure else "returned from"
-        return f"{left} call {self.call}"
-
-
 class _Process:
     """What holds for all pools of this process, since they share the group that torchrun made.
 
     Attributes:
-        num_calls: calls of ``run`` so far.
-        failed: the last call, where it raised and the other ranks have not been asked yet.
-        may_go_on: whether, as far as is known, all ranks have left every call alike.
+        is_in_call: whether a call of ``run`` has begun here and not returned: it is under way, or has failed.
     """
 
-    num_calls: int = 0
-    failed: _End | None = None
-    may_go_on: bool = True
+    is_in_call: bool = False
 
 
 class TorchrunRanks:
@@ -74,20 +58,10 @@ class TorchrunRanks:
     def start(self) -> None:
         """Make this process a rank; the group is made if the script has not made it.
 
-        Communicates the name of an exception, once, where the last call has raised one.
-
         Raises:
-            RuntimeError: a call has failed, and not on all ranks alike; the script has destroyed the default group.
+            RuntimeError: the script has destroyed the default group.
         """
         _require_group()
-        if not _Process.may_go_on:
-            # The others may still be in that call, or have left collectives of it, which would meet those of the next.
-            raise RuntimeError(
-                "RankPool: its ranks have left an earlier call in different ways; under torchrun let the exception end "
-                "this process, so that torchrun ends the job"
-            )
-        if _Process.failed is not None:
-            _ends_of_all(_Process.failed)
         if not dist.is_initialized():
             self._find_store()
         # Only after _find_store: on GPUs the ranks agree there on the backend, which the context holds.
@@ -120,13 +94,19 @@ class TorchrunRanks:
         """Call ``fn(rank, ...)`` here, as every other process does; the results of all, in rank order.
 
         Communicates the pickled results, once. An exception leaves as it is: this process ends with it, and torchrun
-        then ends the others. A script that catches it can make a further call only if the exception, other than an
-        interrupt, has come on all ranks, with the same name. Messages reach ``on_message`` on rank 0 only, and only
-        rank 0's own.
+        then ends the others. A script that catches it can make no further call. Messages reach ``on_message`` on rank 0
+        only, and only rank 0's own.
 
         Raises:
-            RuntimeError: another rank is in another call, or has raised; ``fn`` has destroyed the default group.
+            RuntimeError: another call has not returned; ``fn`` has destroyed the default group.
         """
+        if _Process.is_in_call:
+            # The others may still be in that call, or have left collectives of it, which would meet those of this one.
+            raise RuntimeError(
+                "RankPool: an earlier call of run has not returned here, and the other ranks may still be in it; under "
+                "torchrun let its exception end this process, so that torchrun ends the job"
+            )
+        _Process.is_in_call = True
         rank = self._context.rank
 
         def emit(message: object) -> None:
@@ -137,20 +117,13 @@ class TorchrunRanks:
         enter(replace(self._context, emit=emit if rank == 0 else no_emit))
         if self._limit_s is not None:
             faulthandler.dump_traceback_later(self._limit_s, exit=True)
-        _Process.num_calls += 1
-        call = _Process.num_calls
         try:
-            ends = _ends_of_all(_End(call, pack(fn(rank, *args, **kwargs), f"the result of rank {rank}")))
-        except BaseException as error:
-            # Its name, not the exception, which would keep tensors and groups alive.
-            _Process.failed = _End(call, failure=type(error).__name__)
-            if not isinstance(error, Exception):  # an interrupt, which comes at another place on each rank
-                _Process.may_go_on = False
-            raise
+            results: list[T] = _of_all(pack(fn(rank, *args, **kwargs), f"the result of rank {rank}"))
         finally:
             if self._limit_s is not None:
                 faulthandler.cancel_dump_traceback_later()
-        return [unpack(end.result) for end in ends if end.result is not None]
+        _Process.is_in_call = False
+        return results
 
 
 def _require_group() -> None:
@@ -162,23 +135,13 @@ def _require_group() -> None:
         )
 
 
-def _ends_of_all(own: _End) -> list[_End]:
-    """How every rank has left the call that this one has left; collective, once a call.
+def _of_all(result: Payload) -> list[Any]:
+    """The results of all ranks, of which this is one; collective.
 
     Raises:
-        RuntimeError: they have left it, or different calls (as of two threads that call ``run`` at once), unlike; the
-            call has destroyed the default group.
+        RuntimeError: the call has destroyed the default group.
     """
-    _Process.may_go_on = False  # nor if this is interrupted, when the others may have met
     _require_group()
     # The others may have nothing to do for long, while rank 0 trains alone for example.
-    told = all_gather_bytes(pickle.dumps(own), Process.patient)
-    ends: list[_End] = [pickle.loads(end) for end in told]  # what ranks of this user have signed
-    if len({str(end) for end in ends}) > 1:
-        unlike = ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
-        raise RuntimeError(
-            f"RankPool: {unlike} of run; all ranks must make the same calls, in the same order, and after an exception "
-            "go on only where it has come on all; let this one end the process, so that torchrun ends the job"
-        )
-    _Process.failed, _Process.may_go_on = None, True
-    return ends
+    told = all_gather_bytes(pickle.dumps(result), Process.patient)
+    return [unpack(pickle.loads(each)) for each in told]  # what ranks of this user have signed

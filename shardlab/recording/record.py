@@ -39,7 +39,7 @@ from shardlab.recording.script_tensors import ScriptTensors
 from shardlab.recording.torch_callers import Tags
 from shardlab.records.store import RunWriter, write_manifest
 from shardlab.trace.clock import Clock, clock_for
-from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder
+from shardlab.trace.recorder import ALWAYS_AT_REST, Recorder, compiles
 
 TRACED_STEP = 2  # not the first steps, in which optimizer state is still being allocated
 RARELY_FROM = 64
@@ -93,7 +93,7 @@ def record(
         directory: new or empty; of several hosts each sees its own or all see one.
         overwrite: remove the record that is in ``directory``, finished or not.
         trace_memory: the step of which every allocation is traced, for its peak by role; None for none. A step is not
-            traced while another dispatch mode of torch is active, or once torch.compile has compiled anything.
+            traced while another dispatch mode of torch is active, or once torch.compile was asked for anything.
         watch_every: after the first 16 steps, collectives and units are recorded in one step in so many; 1 for all.
 
     Yields:
@@ -219,7 +219,7 @@ class Recording(Observer):
 
     def traces(self, step: int) -> bool:
         """Whether the memory of a step is traced."""
-        return step == self._trace_memory and not _has_compiled() and _get_current_dispatch_mode() is None
+        return step == self._trace_memory and not compiles() and _get_current_dispatch_mode() is None
 
     def may_trace(self) -> bool:
         """Whether the memory of a step may be traced that is unlike all that were."""
@@ -273,11 +273,6 @@ class Recording(Observer):
             "recorder_share": share, "unwatched_recorder_share": unwatched,
         }  # fmt: skip
         write_manifest(self._directory, manifest)
-
-
-def _has_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0
 
 
 def samples_at_rest(step: int) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from shardlab.comm.events import CollectiveEvent, Observer, Observers
 from shardlab.comm.observed_group import ObservedGroup
 from shardlab.comm.torch_engine_groups import BELOW, Verb, announce, kernels, operations
-from shardlab.comm.torch_times import GLOO_THREADS, FutureTimes, HostTimes, Times, complete_waits
+from shardlab.comm.torch_times import FutureTimes, HostTimes, Times, complete_waits
 from shardlab.comm.transports.base import Transport
 from shardlab.comm.trees import tensors_in
 from shardlab.recording.torch_callers import Caller, axis_of, backend_of, caller_of
@@ -148,7 +148,7 @@ class TorchCalls:
             ranks = tuple(dist.get_process_group_ranks(group))
             observed = ObservedGroup(cast(Transport, _Torchs()), ranks, group.rank(), axis_of(group, caller, op))
             self._stack.enter_context(observed.observed_by(self._observer))
-            times: Times = FutureTimes() if device.type == "cuda" else HostTimes(GLOO_THREADS)
+            times: Times = FutureTimes() if device.type == "cuda" else HostTimes()
             self._stack.callback(times.close)
             self._senders[key] = _Sender(observed, backend_of(group, device), times)
         return self._senders[key]

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlab.comm.trees import tensors_in
 from shardlab.trace.memory_by_role import PLAIN, known_tensors, with_storage
@@ -23,11 +24,11 @@ class ScriptTensors:
     def __init__(self) -> None:
         self.roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._buckets: dict[int, weakref.ref[Tensor]] = {}
+        self._buckets = WeakTensorKeyDictionary()
 
     def add_buckets(self, tensors: Iterable[Tensor]) -> None:
         """What DDP reduces: its buckets, for as long as it holds them; a sparse gradient is in none."""
-        self._buckets |= {id(tensor): weakref.ref(tensor) for tensor in tensors if not tensor.is_sparse}
+        self._buckets.update({tensor: None for tensor in tensors if not tensor.is_sparse})
 
     def live_tensors(self) -> dict[Role, list[Tensor]]:
         """Every tensor this process holds, under each role that it may have; the first role that names it counts."""
@@ -35,8 +36,7 @@ class ScriptTensors:
         state = [entry for optimizer in self.optimizers for entry in _state_of(optimizer)]
         buffers = [buffer for root in self.roots for buffer in root.buffers()]
         counters = [value for key, value in state if key == "step"]
-        self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket() is not None}
-        buckets = {tensor.untyped_storage()._cdata for ref in self._buckets.values() if (tensor := ref()) is not None}
+        buckets = {tensor.untyped_storage()._cdata for tensor in self._buckets}
         known = list(known_tensors())
         return {
             Role.PARAMETER: list(_local(params)),

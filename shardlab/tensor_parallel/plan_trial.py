@@ -30,8 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlab.comm import Communicator
 from shardlab.comm.callers import is_library
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.comm.slices import cut
-from shardlab.comm.without_ranks import SilentCommunicator, on_threads
+from shardlab.comm.without_ranks import on_threads
 from shardlab.partition.slices import TensorSlice, slices_of
 from shardlab.tensor_parallel.flow import Flow, Run, flow_of, summed
 from shardlab.tensor_parallel.plan import Plan, checked, divide
@@ -106,7 +107,7 @@ class PlanTrial:
     def _shapes(self, plan: Plan) -> str:
         try:
             with _no_memory():
-                comm = SilentCommunicator(self.num_ranks, 0, MeshAxis.TENSOR)
+                comm = ForetoldMesh({MeshAxis.TENSOR: self.num_ranks}, 0)[MeshAxis.TENSOR]
                 _pass(self._copy(_without_memory).eval(), plan, self._run_divided(comm), comm)
         except Exception as error:
             return said(error)
@@ -156,7 +157,7 @@ def first_rank_of(module: nn.Module, plan: Plan, num_ranks: int) -> nn.Module:
         plan: how it is divided.
         num_ranks: of the tensor axis.
     """
-    comm = SilentCommunicator(num_ranks, 0, MeshAxis.TENSOR)
+    comm = ForetoldMesh({MeshAxis.TENSOR: num_ranks}, 0)[MeshAxis.TENSOR]
     with FakeTensorMode(allow_non_fake_inputs=True):
         divided = _copied(
             module,

@@ -145,7 +145,7 @@ class Recorder(Observer):
 
     def look_at_data(self) -> None:
         """Until ``called``, watch what data are made of: if the step is traced from then on, that is held in it."""
-        if self._ledger is None and self._device.type != "cuda" and not _compiles():
+        if self._ledger is None and self._device.type != "cuda" and not compiles():
             self._watch()
 
     def called(self, what: Hashable, given: Iterable[Tensor], held: Iterable[Tensor] = (), *, can_trace: bool) -> None:
@@ -163,7 +163,7 @@ class Recorder(Observer):
         if self._device.type == "cuda":
             return
         began_ns = perf_counter_ns()
-        if self._unlike.add(what, given) and can_trace and self._ledger is None and not _compiles():
+        if self._unlike.add(what, given) and can_trace and self._ledger is None and not compiles():
             self._unlike.trace()
             self._trace(held)
         elif self._of_data is not None:
@@ -350,7 +350,7 @@ class Recorder(Observer):
             self._ledger.unit = next(reversed(self._open), (WHOLE_MODEL, None))[0]
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
     """Whether torch.compile was asked for anything."""
     # Private: torch counts in public only what it has compiled, and here it may be about to.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.partition.ring_cost import Link
 
@@ -54,7 +54,7 @@ def test_parts_and_products_add_up_are_observed_and_foretold(pools, axes):
         assert sums == [float(sum(one + 1 for one in ranks)) for _, ranks in groups]
         assert inside == [(axis, len(ranks), True) for axis, ranks in groups if len(ranks) > 1]
         assert before == [*inside, (groups[-1][0], 4, True)]
-        foretold = ForetoldMesh(axes, rank, ToldClock(Wire(lambda _: Costs(0.0))))
+        foretold = ForetoldMesh(axes, rank)
         assert [(comm.axis, comm.ranks) for comm in parts(foretold)] == groups
     outer, inner, _ = results[1][0]
     if axes is ALL:
@@ -78,7 +78,7 @@ def test_two_meshes_cut_their_axes_at_once(pools):
 
 
 def test_what_cannot_be_cut_is_refused():
-    mesh = ForetoldMesh({"replica": 2, "shard": 6}, 0, ToldClock(Wire(lambda _: Costs(0.0))))
+    mesh = ForetoldMesh({"replica": 2, "shard": 6}, 0)
     for refused, said in (
         (lambda: mesh.split("data", inner=2), r"axis: 'data' is not on this mesh; it has replica, shard"),
         (lambda: mesh.split("shard", inner=4), r"inner: 4 does not divide the 6 ranks of axis 'shard'; use 1, 2, 3, 6"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardlab.comm.transports.choice import check_transport
+from shardlab.comm.mesh import check_transport
 from shardlab.vocabulary import HostTransport
 
 REFUSED = [

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.comm.mesh import Mesh
 from shardlab.engines import build_engine
 from shardlab.engines.precision import PRECISIONS
@@ -241,7 +241,7 @@ def test_buffers_of_several_dtypes_are_sent_after_the_step(strategy):
     """By an engine without ranks, and in the plan."""
     log, x = Log(flags=True), torch.ones(2, 7, dtype=torch.float64)
     with (
-        ForetoldMesh({"data": 3}, 1, ToldClock(Wire(lambda _: Costs(0.0)))) as mesh,
+        ForetoldMesh({"data": 3}, 1) as mesh,
         build_engine(strategy, test_buffers.build(), torch.optim.Adam, mesh, broadcast_buffers=True) as engine,
         mesh.observed_by(log),
     ):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.comm.mesh import Mesh
-from shardlab.comm.without_ranks import SilentCommunicator
 from shardlab.engines import build_engine
 from shardlab.models import GPT, GPTConfig
 
@@ -168,13 +168,13 @@ def test_refused_before_anything_is_changed():
         model = make()
         before = {key: (type(module), id(module)) for key, module in model.named_modules()}
         with pytest.raises(ValueError, match=re.escape(words)):
-            parallelize_module(model, plan, SilentCommunicator(4, 0, "tensor"))
+            parallelize_module(model, plan, ForetoldMesh({"tensor": 4}, 0)["tensor"])
         if "sliced differently" not in words:
             assert before == {key: (type(module), id(module)) for key, module in model.named_modules()}
 
 
 def test_once_before_the_engine_and_what_is_frozen_or_evaluated_stays_so():
-    comm, plan = SilentCommunicator(2, 0, "tensor"), gpt_plan(config(), sequence_parallel=True)
+    comm, plan = ForetoldMesh({"tensor": 2}, 0)["tensor"], gpt_plan(config(), sequence_parallel=True)
     model = gpt().eval()
     model.requires_grad_(False)
     model.final_norm.requires_grad_(True)

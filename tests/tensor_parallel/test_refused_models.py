@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from shardlab.comm.base_mesh import BaseMesh
-from shardlab.comm.without_ranks import SilentCommunicator
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.tensor_parallel import Column, OnSequence, OwnDropout, Row, Scatter, Vocabulary, parallelize_module
 from shardlab.tensor_parallel.plan import checked
 
@@ -105,14 +105,14 @@ def test_arguments_that_do_not_fit_are_refused_by_name():
     for message, arguments in ARGUMENTS.items():
         model = nn.Sequential(nn.Linear(8, 8))
         with pytest.raises(ValueError, match=message):
-            parallelize_module(*arguments(model, SilentCommunicator(2, 0, "tensor")))
+            parallelize_module(*arguments(model, ForetoldMesh({"tensor": 2}, 0)["tensor"]))
         assert type(model[0]) is nn.Linear
 
 
 def test_a_tuple_is_neither_scattered_nor_gathered():
     for style in (Scatter(1), OnSequence(gather_along=1)):
         model = nn.Sequential(nn.LSTM(4, 4, batch_first=True))
-        parallelize_module(model, {"0": style}, SilentCommunicator(2, 0, "tensor"))
+        parallelize_module(model, {"0": style}, ForetoldMesh({"tensor": 2}, 0)["tensor"])
         with pytest.raises(ValueError, match=f"0: {type(style).__name__}.* takes a module that returns a tensor"):
             model(torch.zeros(1, 2, 4))
 
@@ -120,14 +120,14 @@ def test_a_tuple_is_neither_scattered_nor_gathered():
 def test_layers_take_their_input_by_torchs_name():
     for style in (Column(), Row(input_is_parallel=False), OwnDropout()):
         layer = nn.Dropout(0.5) if isinstance(style, OwnDropout) else nn.Linear(8, 8)
-        model = parallelize_module(nn.Sequential(layer), {"0": style}, SilentCommunicator(2, 0, "tensor"))
+        model = parallelize_module(nn.Sequential(layer), {"0": style}, ForetoldMesh({"tensor": 2}, 0)["tensor"])
         assert model[0](input=torch.ones(2, 8)).shape == (2, 4 if isinstance(style, Column) else 8)
 
 
 def test_autocast_gives_the_dtype_that_torch_gives():
     for sequence_dim in (None, 0):
         style = Row(False, sequence_dim)
-        row = parallelize_module(nn.Sequential(nn.Linear(8, 8)), {"0": style}, SilentCommunicator(2, 0, "tensor"))
+        row = parallelize_module(nn.Sequential(nn.Linear(8, 8)), {"0": style}, ForetoldMesh({"tensor": 2}, 0)["tensor"])
         with torch.autocast("cpu", torch.bfloat16):
             y = row(torch.ones(2, 8))
         assert y.dtype == torch.bfloat16

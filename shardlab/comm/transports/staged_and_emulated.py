@@ -44,17 +44,14 @@ class StagedTransport(Transport):
         host = self._to_host(buffer)
         host_output = self._room_for(output)
         self._inner.reduce_scatter(host_output, host, bounds, tag)
-        if host_output is not output:
-            self._copy(output, host_output)
+        self._copy(output, host_output)
 
     def all_gather(self, buffer: Tensor, bounds: Bounds, tag: str = "") -> None:
         """In place. Only this rank's chunk travels to the host."""
         host, own = self._room_for(buffer), slice(bounds[self._rank], bounds[self._rank + 1])
-        if host is not buffer:
-            self._copy(host[own], buffer[own])
+        self._copy(host[own], buffer[own])
         self._inner.all_gather(host, bounds, tag)
-        if host is not buffer:
-            self._copy(buffer, host)
+        self._copy(buffer, host)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Copy from ``src``."""
@@ -84,13 +81,11 @@ class StagedTransport(Transport):
     def _through_host(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
         host = self._to_host(tensor)
         call(host)
-        if host is not tensor:
-            self._copy(tensor, host)
+        self._copy(tensor, host)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = self._room_for(tensor)
-        if host is not tensor:
-            self._copy(host, tensor)
+        self._copy(host, tensor)
         return host
 
     def _room_for(self, tensor: Tensor) -> Tensor:
@@ -98,6 +93,8 @@ class StagedTransport(Transport):
         return torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
+        if target.data_ptr() == source.data_ptr():  # a CPU tensor, which was given no other room
+            return
         # Not for the stream that computes, which the queue's thread has waited for before it called: for that thread's
         # own, which has made a contiguous copy.
         self._stream.wait_stream(self._streams.current_stream())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlab.comm import BaseMesh
-from shardlab.comm.foretold import Costs, ForetoldMesh, ToldClock, Wire
+from shardlab.comm.foretold import ForetoldMesh
 from shardlab.engines.precision import Precision
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.workload import InPlaceOf, Workload
@@ -61,7 +61,7 @@ class Staged:
 
     def module_of(self, model: nn.Module, place: int) -> nn.Module:
         """The stages of the rank at a place of the axis, without ranks."""
-        mesh = ForetoldMesh({MeshAxis.PIPE: len(self.schedule.ranks)}, place, ToldClock(Wire(lambda _: Costs(0.0))))
+        mesh = ForetoldMesh({MeshAxis.PIPE: len(self.schedule.ranks)}, place)
         return Pipeline(model, self.schedule, mesh, self.begins).module
 
 
