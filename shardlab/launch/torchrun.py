@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,23 @@ from shardlab.launch.placement import Placement, TorchrunEnv, agreed, enter, mak
 T = TypeVar("T")
 
 
+class _Returned(NamedTuple):
+    """What a rank has returned, and from which call of ``run``."""
+
+    call: int
+    result: Payload
+
+
 class _Process:
     """What holds for all pools of this process, since they share the group that torchrun made.
 
     Attributes:
-        is_in_call: whether a call of ``run`` has begun here and not returned: it is under way, or has failed.
+        num_calls: calls of ``run`` so far.
+        has_failed: whether one of them has not returned on this rank, or not on all ranks alike.
     """
 
-    is_in_call: bool = False
+    num_calls: int = 0
+    has_failed: bool = False
 
 
 class TorchrunRanks:
@@ -59,9 +68,15 @@ class TorchrunRanks:
         """Make this process a rank; the group is made if the script has not made it.
 
         Raises:
-            RuntimeError: the script has destroyed the default group.
+            RuntimeError: a call has failed; the script has destroyed the default group.
         """
         _require_group()
+        if _Process.has_failed:
+            # The others may still be in that call, or have left collectives of it, which would meet those of the next.
+            raise RuntimeError(
+                "RankPool: an earlier call of run has failed here, and the other ranks may still be in it; under "
+                "torchrun let the exception end this process, so that torchrun ends the job"
+            )
         if not dist.is_initialized():
             self._find_store()
         # Only after _find_store: on GPUs the ranks agree there on the backend, which the context holds.
@@ -98,15 +113,8 @@ class TorchrunRanks:
         only, and only rank 0's own.
 
         Raises:
-            RuntimeError: another call has not returned; ``fn`` has destroyed the default group.
+            RuntimeError: another rank is in another call; ``fn`` has destroyed the default group.
         """
-        if _Process.is_in_call:
-            # The others may still be in that call, or have left collectives of it, which would meet those of this one.
-            raise RuntimeError(
-                "RankPool: an earlier call of run has not returned here, and the other ranks may still be in it; under "
-                "torchrun let its exception end this process, so that torchrun ends the job"
-            )
-        _Process.is_in_call = True
         rank = self._context.rank
 
         def emit(message: object) -> None:
@@ -117,13 +125,16 @@ class TorchrunRanks:
         enter(replace(self._context, emit=emit if rank == 0 else no_emit))
         if self._limit_s is not None:
             faulthandler.dump_traceback_later(self._limit_s, exit=True)
+        _Process.num_calls += 1
+        call = _Process.num_calls
+        _Process.has_failed = True  # until all have returned
         try:
-            results: list[T] = _of_all(pack(fn(rank, *args, **kwargs), f"the result of rank {rank}"))
+            returned = _of_all(_Returned(call, pack(fn(rank, *args, **kwargs), f"the result of rank {rank}")))
         finally:
             if self._limit_s is not None:
                 faulthandler.cancel_dump_traceback_later()
-        _Process.is_in_call = False
-        return results
+        _Process.has_failed = False
+        return [unpack(each.result) for each in returned]
 
 
 def _require_group() -> None:
@@ -135,13 +146,21 @@ def _require_group() -> None:
         )
 
 
-def _of_all(result: Payload) -> list[Any]:
-    """The results of all ranks, of which this is one; collective.
+def _of_all(own: _Returned) -> list[_Returned]:
+    """What every rank has returned from the call that this one has left; collective, once a call.
 
     Raises:
-        RuntimeError: the call has destroyed the default group.
+        RuntimeError: they have left different calls, as of two threads that call ``run`` at once; the call has
+            destroyed the default group.
     """
     _require_group()
     # The others may have nothing to do for long, while rank 0 trains alone for example.
-    told = all_gather_bytes(pickle.dumps(result), Process.patient)
-    return [unpack(pickle.loads(each)) for each in told]  # what ranks of this user have signed
+    told = all_gather_bytes(pickle.dumps(own), Process.patient)
+    returned: list[_Returned] = [pickle.loads(each) for each in told]  # what ranks of this user have signed
+    if len({each.call for each in returned}) > 1:
+        unlike = ", ".join(f"rank {rank} returned from call {each.call}" for rank, each in enumerate(returned))
+        raise RuntimeError(
+            f"RankPool: {unlike} of run; all ranks must make the same calls, in the same order; let this exception end "
+            "the process, so that torchrun ends the job"
+        )
+    return returned

@@ -21,13 +21,13 @@ from datetime import timedelta
 import torch.distributed as dist
 from shardlab import Mesh
 from shardlab.comm.transports.rendezvous import share_buffers
-from shardlab.launch import messages, torchrun
+from shardlab.launch import torchrun
 
 folder = sys.argv[1]
 calls = [
     lambda: Mesh({"data": 2}),
     lambda: share_buffers(dist.group.WORLD, timedelta(seconds=30)),
-    lambda: torchrun._of_all(messages.pack(None, "nothing")),
+    lambda: torchrun._ends_of_all(torchrun._End(1)),
 ]
 
 class Evil:

@@ -122,7 +122,7 @@ def told(pools, directory, calls):
 
 def test_no_rank_gets_results_of_another_call_after_a_failure_that_the_script_catches(pools, tmp_path):
     found = told(pools, tmp_path, "((train, 0.1), (train, 10.0), (train, 0.3), (train, 0.5))")
-    refused = "RankPool: an earlier call of run has not returned here, and the other ranks may still be in it"
+    refused = "RankPool: an earlier call of run has failed here, and the other ranks may still be in it"
     broken = found[0].pop(2)  # it has waited for the other, which has ended meanwhile
     assert "Connection" in broken
     assert found == [["0", [0.1, 0.1], refused, refused], ["1", [0.1, 0.1], "the loss is NaN", refused, refused]]
