@@ -37,7 +37,7 @@ class RankPool:
     Ranks start at the first ``run`` and end with ``close``, with the ``with`` block, or with this process, however that
     ends. After an error the ranks are ended and the next ``run`` starts fresh ones. Each rank draws random numbers of
     its own, unless the function seeds. Under ``torchrun`` the pool is the group that torchrun made, and ``run`` calls
-    the function in this process; after an error there no further ``run`` is possible.
+    the function in this process; after an error there a further ``run`` is possible only if it has come on all ranks.
 
     Args:
         world_size: number of ranks.

@@ -23,11 +23,16 @@ from shardlab.launch.placement import Placement, TorchrunEnv, agreed, enter, mak
 T = TypeVar("T")
 
 
-class _Returned(NamedTuple):
-    """What a rank has returned, and from which call of ``run``."""
+class _End(NamedTuple):
+    """How a rank has left a call of ``run``: with a result, or with an exception of this name."""
 
     call: int
-    result: Payload
+    result: Payload | None = None
+    failure: str = ""
+
+    def __str__(self) -> str:
+        left = f"raised {self.failure} in" if self.failure else "returned from"
+        return f"{left} call {self.call}"
 
 
 class _Process:
@@ -35,11 +40,13 @@ class _Process:
 
     Attributes:
         num_calls: calls of ``run`` so far.
-        has_failed: whether one of them has not returned on this rank, or not on all ranks alike.
+        failed: the last call, where it raised and the other ranks have not been asked yet.
+        may_go_on: whether, as far as is known, all ranks have left every call alike.
     """
 
     num_calls: int = 0
-    has_failed: bool = False
+    failed: _End | None = None
+    may_go_on: bool = True
 
 
 class TorchrunRanks:
@@ -67,16 +74,20 @@ class TorchrunRanks:
     def start(self) -> None:
         """Make this process a rank; the group is made if the script has not made it.
 
+        Communicates the name of an exception, once, where the last call has raised one.
+
         Raises:
-            RuntimeError: a call has failed; the script has destroyed the default group.
+            RuntimeError: a call has failed, and not on all ranks alike; the script has destroyed the default group.
         """
         _require_group()
-        if _Process.has_failed:
+        if not _Process.may_go_on:
             # The others may still be in that call, or have left collectives of it, which would meet those of the next.
             raise RuntimeError(
-                "RankPool: an earlier call of run has failed here, and the other ranks may still be in it; under "
-                "torchrun let the exception end this process, so that torchrun ends the job"
+                "RankPool: its ranks have left an earlier call in different ways; under torchrun let the exception end "
+                "this process, so that torchrun ends the job"
             )
+        if _Process.failed is not None:
+            _ends_of_all(_Process.failed)
         if not dist.is_initialized():
             self._find_store()
         # Only after _find_store: on GPUs the ranks agree there on the backend, which the context holds.
@@ -109,11 +120,12 @@ class TorchrunRanks:
         """Call ``fn(rank, ...)`` here, as every other process does; the results of all, in rank order.
 
         Communicates the pickled results, once. An exception leaves as it is: this process ends with it, and torchrun
-        then ends the others. A script that catches it can make no further call. Messages reach ``on_message`` on rank 0
-        only, and only rank 0's own.
+        then ends the others. A script that catches it can make a further call only if the exception, other than an
+        interrupt, has come on all ranks, with the same name. Messages reach ``on_message`` on rank 0 only, and only
+        rank 0's own.
 
         Raises:
-            RuntimeError: another rank is in another call; ``fn`` has destroyed the default group.
+            RuntimeError: another rank is in another call, or has raised; ``fn`` has destroyed the default group.
         """
         rank = self._context.rank
 
@@ -127,14 +139,18 @@ class TorchrunRanks:
             faulthandler.dump_traceback_later(self._limit_s, exit=True)
         _Process.num_calls += 1
         call = _Process.num_calls
-        _Process.has_failed = True  # until all have returned
         try:
-            returned = _of_all(_Returned(call, pack(fn(rank, *args, **kwargs), f"the result of rank {rank}")))
+            ends = _ends_of_all(_End(call, pack(fn(rank, *args, **kwargs), f"the result of rank {rank}")))
+        except BaseException as error:
+            # Its name, not the exception, which would keep tensors and groups alive.
+            _Process.failed = _End(call, failure=type(error).__name__)
+            if not isinstance(error, Exception):  # an interrupt, which comes at another place on each rank
+                _Process.may_go_on = False
+            raise
         finally:
             if self._limit_s is not None:
                 faulthandler.cancel_dump_traceback_later()
-        _Process.has_failed = False
-        return [unpack(each.result) for each in returned]
+        return [unpack(end.result) for end in ends if end.result is not None]
 
 
 def _require_group() -> None:
@@ -146,21 +162,23 @@ def _require_group() -> None:
         )
 
 
-def _of_all(own: _Returned) -> list[_Returned]:
-    """What every rank has returned from the call that this one has left; collective, once a call.
+def _ends_of_all(own: _End) -> list[_End]:
+    """How every rank has left the call that this one has left; collective, once a call.
 
     Raises:
-        RuntimeError: they have left different calls, as of two threads that call ``run`` at once; the call has
-            destroyed the default group.
+        RuntimeError: they have left it, or different calls (as of two threads that call ``run`` at once), unlike; the
+            call has destroyed the default group.
     """
+    _Process.may_go_on = False  # nor if this is interrupted, when the others may have met
     _require_group()
     # The others may have nothing to do for long, while rank 0 trains alone for example.
     told = all_gather_bytes(pickle.dumps(own), Process.patient)
-    returned: list[_Returned] = [pickle.loads(each) for each in told]  # what ranks of this user have signed
-    if len({each.call for each in returned}) > 1:
-        unlike = ", ".join(f"rank {rank} returned from call {each.call}" for rank, each in enumerate(returned))
+    ends: list[_End] = [pickle.loads(end) for end in told]  # what ranks of this user have signed
+    if len({str(end) for end in ends}) > 1:
+        unlike = ", ".join(f"rank {rank} {end}" for rank, end in enumerate(ends))
         raise RuntimeError(
-            f"RankPool: {unlike} of run; all ranks must make the same calls, in the same order; let this exception end "
-            "the process, so that torchrun ends the job"
+            f"RankPool: {unlike} of run; all ranks must make the same calls, in the same order, and after an exception "
+            "go on only where it has come on all; let this one end the process, so that torchrun ends the job"
         )
-    return returned
+    _Process.failed, _Process.may_go_on = None, True
+    return ends
