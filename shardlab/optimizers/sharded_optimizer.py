@@ -7,7 +7,6 @@ Parameters and gradients stay whole on every rank. Each rank steps its pieces an
 all-gather puts the parameters together. Per rank for P fp32 parameters and Adam: 4P / 4P / 8P/N.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -117,13 +116,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_writes()
         self._take_gradients()
         try:
-            # Without grad mode, since the gather writes into parameters.
-            with torch.no_grad(), contextlib.ExitStack() as stack:
-                stepping = self._zero.stepping()
-                stepping.__enter__()
-                # Every rank joins the gather, also one that stepped nothing or whose step raised: else the ranks would
-                # go on with different models.
-                stack.callback(stepping.__exit__, None, None, None)
+            # Without grad mode, since the gather writes into parameters. Every rank joins it, also one that stepped
+            # nothing or whose step raised: else the ranks would go on with different models.
+            with torch.no_grad(), self._zero.stepping():
                 self.inner.step()
         finally:
             self._drop_gradients()
