@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardlab.comm.autograd_collectives import nodes_below
 from shardlab.comm.trees import tensors_in
 
 Run = Callable[[Any], Any]
@@ -110,15 +111,8 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
 
 def _reached(start: Any, outputs: dict[Any, str]) -> Iterator[str | Tensor]:
     """Names of the layers, and the leaf tensors, at the nearest ends of the graph below ``start``."""
-    seen, ahead = set(), [start]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_below(start, is_end=outputs.__contains__):
         if node in outputs:
             yield outputs[node]
         elif hasattr(node, "variable"):
             yield node.variable
-        else:
-            ahead += [following for following, _ in node.next_functions]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardlab.engines.clip import NORM_TYPES
+from shardlab.engines.clip import check_clipping
 from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
 from shardlab.vocabulary import Role
@@ -136,10 +136,7 @@ def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) ->
     Returns:
         The norm before clipping, 0-d, a plain tensor, equal on all ranks.
     """
-    if norm_type not in NORM_TYPES:
-        raise ValueError(f"norm_type: {norm_type} is not one of 1, 2, inf")
-    if not max_norm > 0:
-        raise ValueError(f"max_norm: {max_norm} is not greater than 0")
+    check_clipping(max_norm, norm_type)
     # By kind, since torch takes one kind in a call; a distributed norm is reduced, which all ranks do in this order.
     kinds: dict[bool, list[Tensor]] = {}
     for tensor in tensors:
