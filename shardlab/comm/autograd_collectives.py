@@ -25,7 +25,7 @@ run again, and its collectives with it.
 Source: Shoeybi et al., arXiv 1909.08053, section 3 (f and g); Korthikanti et al., arXiv 2205.05198, section 4.2.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -69,20 +69,6 @@ def border_of(node: Node) -> tuple[Sequence[int], str, bool] | None:
         return None
     back, _, comm, _, tag = conjugate
     return comm.ranks, tag.removeprefix("gradient of "), back not in (_same, _own_part)
-
-
-def nodes_below(start: Node | None, is_end: Callable[[Any], bool] = lambda _: False) -> Iterator[Any]:
-    """The node and all of the graph that a backward reaches from it, each once; of what ``is_end``, nothing behind it.
-
-    A tensor that was not computed is the ``variable`` of its node.
-    """
-    seen, ahead = set[Any](), [start]
-    while ahead:
-        if (node := ahead.pop()) is not None and node not in seen:
-            seen.add(node)
-            yield node
-            if not is_end(node):
-                ahead += [following for following, _ in node.next_functions]
 
 
 def reduce(tensor: Tensor, comm: Communicator, *, tag: str = "") -> Tensor:

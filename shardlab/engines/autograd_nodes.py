@@ -9,7 +9,6 @@ from torch.autograd import _is_checkpoint_valid
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from shardlab.comm.autograd_collectives import nodes_below
 from shardlab.engines.plain_mode import unrefused
 
 
@@ -17,6 +16,18 @@ from shardlab.engines.plain_mode import unrefused
 def gradient_node(param: nn.Parameter) -> Any:
     """Autograd's node that accumulates the gradients of a parameter; torch views it to find out."""
     return get_gradient_edge(param).node
+
+
+def nodes_below(node: Any) -> set[Any]:
+    """The node and all that a backward reaches from it; nothing without a node, or if it is a parameter's own."""
+    seen: set[Any] = set()
+    ahead = [node] if node is not None and node.next_functions else []
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [following for following, _ in node.next_functions]
+    return seen
 
 
 def may_nest(node: Any) -> bool:

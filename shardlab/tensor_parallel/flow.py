@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm.autograd_collectives import nodes_below
 from shardlab.comm.trees import tensors_in
 
 Run = Callable[[Any], Any]
@@ -107,6 +106,20 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
     dropped = [name for name in inputs if name != END and isinstance(module.get_submodule(name), DROPOUTS)]
     dropouts = {name: feeders.pop(name) for name in dropped}
     return Flow(feeders, between, dropouts)
+
+
+def nodes_below(start: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """The node and all of the graph that a backward reaches from it, each once; of what ``is_end``, nothing behind it.
+
+    A tensor that was not computed is the ``variable`` of its node.
+    """
+    seen, ahead = set(), [start]
+    while ahead:
+        if (node := ahead.pop()) is not None and node not in seen:
+            seen.add(node)
+            yield node
+            if not is_end(node):
+                ahead += [following for following, _ in node.next_functions]
 
 
 def _reached(start: Any, outputs: dict[Any, str]) -> Iterator[str | Tensor]:

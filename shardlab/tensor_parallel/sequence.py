@@ -16,7 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd_collectives import gather, is_copy, nodes_below, reduce, scatter, untraced
+from shardlab.comm.autograd_collectives import gather, is_copy, reduce, scatter, untraced
+from shardlab.tensor_parallel.flow import nodes_below
 
 SEQUENCE_DIM = -2
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from shardlab.comm import Communicator
-from shardlab.comm.autograd_collectives import border_of, nodes_below
+from shardlab.comm.autograd_collectives import border_of
 from shardlab.comm.trees import tensors_in
+from shardlab.tensor_parallel.flow import nodes_below
 from shardlab.tensor_parallel.sequence import is_summed
 
 NAME = "_name_of_whole"  # at the parameter itself: a list of them would keep each alive

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardlab.comm.autograd_collectives import nodes_below
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines.any_engine import of_state
-from shardlab.engines.autograd_nodes import may_nest
+from shardlab.engines.autograd_nodes import may_nest, nodes_below
 from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.trained.batches import divide, rows_of
@@ -178,7 +177,7 @@ def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> tuple[tuple[
     try:
         with seeded(0):
             loss = config.trained.apart("loss").loss_on()(module, batch)
-            nodes = list(nodes_below(loss.grad_fn))
+            nodes = nodes_below(loss.grad_fn)
             reached = {node.variable for node in nodes if hasattr(node, "variable")}
             if any(map(may_nest, nodes)):  # the graph does not show what a backward inside the backward reaches
                 reached |= _with_gradients(loss, params)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from shardlab.comm.autograd_collectives import nodes_below
 from shardlab.comm.trees import cast_floating, map_tensors, tensors_in
+from shardlab.engines.autograd_nodes import nodes_below
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.experiment.planned.plan import Plan, plan_all, row_of, table_of, to_plan
 from shardlab.experiment.trained.batches import batches_of, divide, rows_of
