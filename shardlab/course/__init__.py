@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from shardlab.forecast import Layer, activation_bytes
     from shardlab.launch import RankDied, RankError, RankHang, current
-    from shardlab.partition.owned_bytes import Ownership
+    from shardlab.partition.owned_bytes import byte_fractions
     from shardlab.partition.ring_cost import ring_wire_bytes
     from shardlab.partition.slices import slices_of
     from shardlab.planner import described, divided
@@ -68,10 +68,10 @@ if TYPE_CHECKING:
 __all__ = [
     "COLLECTIVES", "LADDER", "PRELOAD", "SHARDS", "SPANS", "STEPS", "TEMPLATES", "Board", "Case", "DeadRank",
     "Exercise", "Fault", "Happened", "Layer", "LossyLink", "Measured", "MemoryLedger", "MemoryPlan", "Message",
-    "MismatchedCollective", "NaN", "OutOfMemory", "Ownership", "Prediction", "RankDied", "RankError", "RankHang",
-    "Report", "RunHistory", "RunPlan", "Scores", "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank",
-    "Straggler", "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bubbles", "bucket_curve",
-    "bucket_verdict", "bus_verdict", "busy_in_steps", "busy_now", "bytes_by_role", "call", "call_in_place",
+    "MismatchedCollective", "NaN", "OutOfMemory", "Prediction", "RankDied", "RankError", "RankHang", "Report",
+    "RunHistory", "RunPlan", "Scores", "SkippedCall", "SkippedCollective", "SlowLink", "StoppedRank", "Straggler",
+    "Traffic", "Verdict", "VirtualClock", "activation_bytes", "batch", "bubbles", "bucket_curve", "bucket_verdict",
+    "bus_verdict", "busy_in_steps", "busy_now", "byte_fractions", "bytes_by_role", "call", "call_in_place",
     "call_without_ranks", "check", "clock_verdict", "collectives_table", "cores_verdict", "current", "described",
     "divided", "events_of_step", "faulty", "find", "fit_of", "floor_verdict", "gain_verdict", "gathered_over_a_step",
     "hidden_verdict", "hint", "inject", "is_at_fault", "judged_text", "kept_for_backward", "late_verdict", "link_for",

@@ -37,10 +37,7 @@ def clip_(
     Raises:
         ValueError: another norm type, or a ``max_norm`` that is not positive.
     """
-    if norm_type not in NORM_TYPES:
-        raise ValueError(f"norm_type: {norm_type} is not one of 1, 2, inf")
-    if not max_norm > 0:
-        raise ValueError(f"max_norm: {max_norm} is not greater than 0")
+    check_clipping(max_norm, norm_type)
     everything = [tensor for some in tensors.values() for tensor in some]
     norms = {
         # Nothing is in an empty one, of which torch refuses the largest value.
@@ -57,6 +54,14 @@ def clip_(
     # All ranks scale by this one number, so what several of them hold alike stays alike.
     clip_grads_with_norm_(everything, max_norm, norm)
     return norm
+
+
+def check_clipping(max_norm: float, norm_type: float) -> None:
+    """Refuse another norm type, or a ``max_norm`` that is not positive, with ValueError."""
+    if norm_type not in NORM_TYPES:
+        raise ValueError(f"norm_type: {norm_type} is not one of 1, 2, inf")
+    if not max_norm > 0:
+        raise ValueError(f"max_norm: {max_norm} is not greater than 0")
 
 
 def _over_axes(norms: Mapping[Axes, Tensor], norm_type: float, device: torch.device) -> Tensor:

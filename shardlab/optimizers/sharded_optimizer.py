@@ -7,7 +7,6 @@ Parameters and gradients stay whole on every rank. Each rank steps its pieces an
 all-gather puts the parameters together. Per rank for P fp32 parameters and Adam: 4P / 4P / 8P/N.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -65,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mesh = BaseMesh({comm.axis: comm.num_ranks}, comm.ranks, device)
         given = Given(nn.Module(), self._named, (comm,), device, mesh, _may_have_gradient, lambda: True, lambda _: None)
         laid_out = self._zero.lay_out(given)
-        self._comm, self._divisions, self._tensors = comm, laid_out.divisions, StepTensors(laid_out.stepped)
+        self._divisions, self._tensors = laid_out.divisions, StepTensors(laid_out.stepped)
 
         inner = over_pieces(optimizer_cls(self.param_groups, **defaults), self._named, laid_out.stepped)
         check_fits(inner, self._zero.partition if comm.num_ranks > 1 else None)
@@ -117,13 +116,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_writes()
         self._take_gradients()
         try:
-            # Without grad mode, since the gather writes into parameters.
-            with torch.no_grad(), contextlib.ExitStack() as stack:
-                stepping = self._zero.stepping()
-                stepping.__enter__()
-                # Every rank joins the gather, also one that stepped nothing or whose step raised: else the ranks would
-                # go on with different models.
-                stack.callback(stepping.__exit__, None, None, None)
+            # Without grad mode, since the gather writes into parameters. Every rank joins it, also one that stepped
+            # nothing or whose step raised: else the ranks would go on with different models.
+            with torch.no_grad(), self._zero.stepping():
                 self.inner.step()
         finally:
             self._drop_gradients()
@@ -150,15 +145,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "param_group: the layout over ranks is fixed; build a new ShardedOptimizer with all groups"
             )
         super().add_param_group(param_group)
-
-    def owners(self) -> dict[str, tuple[int, ...]]:
-        """The ranks that step a piece of each parameter, in the order the parameters were given."""
-        holders: dict[str, list[int]] = {name: [] for name in self._named}
-        for division in self._divisions:
-            for rank in range(self._comm.num_ranks):
-                for name in division.pieces_of(rank):
-                    holders[name].append(rank)
-        return {name: tuple(ranks) for name, ranks in holders.items()}
 
     def owned(self) -> dict[str, tuple[int, int]]:
         """The elements (start, stop) that this rank steps of each flattened parameter it steps anything of."""

@@ -108,17 +108,24 @@ def flow_of(module: nn.Module, run: Run) -> Flow:
     return Flow(feeders, between, dropouts)
 
 
-def _reached(start: Any, outputs: dict[Any, str]) -> Iterator[str | Tensor]:
-    """Names of the layers, and the leaf tensors, at the nearest ends of the graph below ``start``."""
+def nodes_below(start: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """The node and all of the graph that a backward reaches from it, each once; of what ``is_end``, nothing behind it.
+
+    A tensor that was not computed is the ``variable`` of its node.
+    """
     seen, ahead = set(), [start]
     while ahead:
-        node = ahead.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+        if (node := ahead.pop()) is not None and node not in seen:
+            seen.add(node)
+            yield node
+            if not is_end(node):
+                ahead += [following for following, _ in node.next_functions]
+
+
+def _reached(start: Any, outputs: dict[Any, str]) -> Iterator[str | Tensor]:
+    """Names of the layers, and the leaf tensors, at the nearest ends of the graph below ``start``."""
+    for node in nodes_below(start, is_end=outputs.__contains__):
         if node in outputs:
             yield outputs[node]
         elif hasattr(node, "variable"):
             yield node.variable
-        else:
-            ahead += [following for following, _ in node.next_functions]

@@ -41,9 +41,8 @@ Plan = Mapping[str, Style]
 
 
 def parallelize_module(
-    model: nn.Module, plan: Plan, comm: Communicator, *, init_fn: InitFn = reset_parameters, device: torch.device | str
-    | None = None,
-) -> nn.Module:  # fmt: skip
+    model: nn.Module, plan: Plan, comm: Communicator, *, init_fn: InitFn = reset_parameters
+) -> nn.Module:
     """Make ``model`` tensor parallel, in place; collective. Call it before an engine is built.
 
     Torch's random generators become those of the first rank too (``rng``). Whether the divided model computes what the
@@ -51,13 +50,12 @@ def parallelize_module(
     where a divided layer needs parts, and the other way round (``sources``).
 
     Args:
-        model: on its device, or on the meta device: then it is made module after module, so that no rank ever holds all
-            of it.
+        model: on its device, or on the meta device: then it is made on this rank's own module after module, so that no
+            rank ever holds all of it.
         plan: style of every module that a pattern matches.
         comm: the tensor axis of the mesh, ``mesh["tensor"]``.
         init_fn: for parameters on the meta device: called as (name, module) for each module that holds some itself, to
             fill them; by default ``module.reset_parameters()``.
-        device: where a model on the meta device is made; None for this rank's own.
 
     Returns:
         ``model``.
@@ -74,10 +72,9 @@ def parallelize_module(
             "parallelize_module(model, plan, mesh['tensor'])"
         )
     styles = checked(plan, model, comm.num_ranks)
-    home = Process.device if device is None else torch.device(device)
     # Before any module is made: what init_fn draws must be equal on all ranks.
-    equalise_rng(comm, next((param.device for param in model.parameters() if not param.is_meta), home))
-    divide(model, styles, comm, init_fn, home)
+    equalise_rng(comm, next((param.device for param in model.parameters() if not param.is_meta), Process.device))
+    divide(model, styles, comm, init_fn, Process.device)
     return model
 
 

@@ -14,7 +14,6 @@ Dropout takes the mean of what it would draw, which would be other masks on each
 
 import contextlib
 import copy
-import linecache
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -199,8 +198,8 @@ def said(error: Exception) -> str:
         message += ": it reshapes by a fixed number of heads or features; write -1 for that"
     if not frames:
         return message
-    line = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: `{line:.90}`: {message}"
+    where = frames[-1]
+    return f"{Path(where.filename).name}:{where.lineno}: `{where.line or '':.90}`: {message}"
 
 
 @dataclass(frozen=True)

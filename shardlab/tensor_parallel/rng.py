@@ -49,29 +49,23 @@ def differing_by_rank(comm: Communicator, device: torch.device | None = None) ->
     drawn = int(torch.randint(_LARGEST, (), generator=torch.default_generator, device="cpu"))
     generators = _generators(torch.device("cpu") if device is None else device)
     # After the draw, so that the number drawn stays drawn when the states are put back.
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed((drawn + (comm.rank + 1) * _STRIDE) % _LARGEST)
-    try:
+    with torch.random.fork_rng([one.device for one in generators[1:]], device_type="cuda"):
+        for generator in generators:
+            generator.manual_seed((drawn + (comm.rank + 1) * _STRIDE) % _LARGEST)
         yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
 
 
 @contextlib.contextmanager
 def generators_seeded(seed: int = 0) -> Iterator[None]:
     """Inside, Python, NumPy and torch (CPU) draw from ``seed``; afterwards they go on as if nobody had drawn."""
-    # The tensor itself: made anew from bytes, under torch's fake tensors, it would have no values.
-    in_torch, in_python, in_numpy = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    in_python, in_numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which seeds CUDA too.
-    torch.default_generator.manual_seed(seed)
     try:
-        yield
+        with torch.random.fork_rng([]):  # of the CPU's alone
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds CUDA too
+            yield
     finally:
-        torch.default_generator.set_state(in_torch)
         random.setstate(in_python)
         np.random.set_state(in_numpy)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardlab.comm import Communicator
 from shardlab.comm.autograd_collectives import gather, is_copy, reduce, scatter, untraced
+from shardlab.tensor_parallel.flow import nodes_below
 
 SEQUENCE_DIM = -2
 
@@ -65,19 +66,13 @@ def _check_computed(tensor: Tensor, name: str) -> None:
 
     Computed from parameters whose gradients are summed, it needs no sum: with one of its own it would be summed twice.
     """
-    nodes, seen = [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen or is_copy(node):
-            continue
-        seen.add(node)
+    for node in nodes_below(tensor.grad_fn, is_end=is_copy):
         leaf = getattr(node, "variable", None)
         if leaf is not None and not is_summed(leaf):
             raise ValueError(
                 f"{name}: it is computed from a tensor whose gradient is not summed over the tensor ranks, and this "
                 "rank's is from its part of the tokens; put shardlab.tensor_parallel.copy(tensor, comm) in its place"
             )
-        nodes.extend(following for following, _ in node.next_functions)
 
 
 def compute_on_part(module: nn.Module, comm: Communicator, name: str, gather_along: int | None = None) -> None:

@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from shardlab.comm import Communicator
 from shardlab.comm.autograd_collectives import border_of
 from shardlab.comm.trees import tensors_in
+from shardlab.tensor_parallel.flow import nodes_below
 from shardlab.tensor_parallel.sequence import is_summed
 
 NAME = "_name_of_whole"  # at the parameter itself: a list of them would keep each alive
@@ -67,15 +68,9 @@ class InputCheck:
 
 def _sources(start: Any, comm: Communicator) -> Iterator[tuple[str, bool]]:
     """The nearest borders and marked parameters below ``start``, and whether each takes parts of a gradient."""
-    seen, ahead = {None}, [start]
-    while ahead:
-        if (node := ahead.pop()) in seen:
-            continue
-        seen.add(node)
+    for node in nodes_below(start, is_end=lambda node: isinstance(node, BackwardCFunction)):  # as borders are, too
         leaf: Any = getattr(node, "variable", None)
         if (border := border_of(node)) is not None and list(border[0]) == list(comm.ranks):
             yield border[1:]
         elif name := getattr(leaf, NAME, ""):
             yield name, is_summed(leaf)
-        elif not isinstance(node, BackwardCFunction):
-            ahead += [following for following, _ in node.next_functions]

@@ -107,8 +107,7 @@ def disagreement(by_rank: Sequence[Did], num_tensor_ranks: int = 1, ranks: Seque
         num_tensor_ranks: ranks of the tensor axis, which hold different slices.
         ranks: what each of them is called; None for its place in ``by_rank``.
     """
-    found = "; ".join(_differences(by_rank, num_tensor_ranks, ranks or range(len(by_rank))))
-    return f"agreement: ranks differ in {found}" if found else ""
+    return _told(_differences(by_rank, num_tensor_ranks, ranks or range(len(by_rank))))
 
 
 def check_agreement(engine: AnyEngine) -> None:
@@ -130,8 +129,8 @@ def check_agreement(engine: AnyEngine) -> None:
     shared = share_json(engine.comms, engine.mesh.device, [own_rank, asdict(replace(did(engine), buffers=sums))])
     ranks, by_rank = [rank for rank, _ in shared], [Did(**each) for _, each in shared]
     num_tensor_ranks = 1 if engine.tensor_comm is None else engine.tensor_comm.num_ranks
-    if words := disagreement(by_rank, num_tensor_ranks, ranks):
-        raise RuntimeError(f"{words}; {_advice(by_rank, num_tensor_ranks)}")
+    if differences := _differences(by_rank, num_tensor_ranks, ranks):
+        raise RuntimeError(f"{_told(differences)}; {differences[0][1]}")
 
 
 def _unequal(
@@ -147,22 +146,31 @@ def _unequal(
             yield same_slices, f"rank {one} against {number} equal ones" if number > 1 else named
 
 
-def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[int]) -> list[str]:
+def _told(differences: Sequence[tuple[str, str]]) -> str:
+    found = "; ".join(what for what, _ in differences)
+    return f"agreement: ranks differ in {found}" if found else ""
+
+
+def _differences(by_rank: Sequence[Did], num_tensor_ranks: int, ranks: Sequence[int]) -> list[tuple[str, str]]:
+    """What differs and what to do about it, causes before what they bring about."""
     told = [each.counts | dict(each.options) for each in by_rank]
     found = []
     for what in dict.fromkeys(key for each in told for key in each):
         usual, _, others = _usual([each.get(what, "absent") for each in told])
         if others:
             values = ", ".join(f"{value} on rank {ranks[place]}" for place, value in others.items())
-            found.append(f"{what} ({usual} on most ranks, {values})")
+            advice = _CALLS if what in by_rank[0].counts else _OPTIONS
+            found.append((f"{what} ({usual} on most ranks, {values})", advice))
     for _, who in _unequal(by_rank, num_tensor_ranks, ranks, "checksum"):
-        found.append(f"sum of the parameters' bits ({who})")
+        found.append((f"sum of the parameters' bits ({who})", _WRITES))
     for same_slices, who in _unequal(by_rank, num_tensor_ranks, ranks, "buffers"):
-        found.append(f"{_buffers(same_slices)} ({who})")
+        found.append((f"{_buffers(same_slices)} ({who})", _BUFFERS))
+    # Last: wrong rows on tensor ranks are averaged over the data ranks, which agree all the same.
     for first in range(0, len(by_rank), num_tensor_ranks):
         same_rows = slice(first, first + num_tensor_ranks)
         if names := _drifted(by_rank[same_rows]):
-            found.append(f"parameters that no rank divides ({_named(ranks[same_rows])}: {_first(names)})")
+            drifted = f"parameters that no rank divides ({_named(ranks[same_rows])}: {_first(names)})"
+            found.append((drifted, _TENSOR_RANKS))
     return found
 
 
@@ -190,18 +198,6 @@ def _drifted(tensor_ranks: Sequence[Did]) -> list[str]:
         if not are_close and not all(map(math.isnan, sizes)):
             drifted.append(name)
     return drifted
-
-
-def _advice(by_rank: Sequence[Did], num_tensor_ranks: int) -> str:
-    if _usual([each.counts for each in by_rank])[2]:
-        return _CALLS
-    if _usual([each.options for each in by_rank])[2]:
-        return _OPTIONS
-    # Last: wrong rows on tensor ranks are averaged over the data ranks, which agree all the same.
-    for what, advice in (("checksum", _WRITES), ("buffers", _BUFFERS)):
-        if any(_unequal(by_rank, num_tensor_ranks, range(len(by_rank)), what)):
-            return advice
-    return _TENSOR_RANKS
 
 
 def _usual(values: Sequence[Any]) -> tuple[Any, int, dict[int, Any]]:

@@ -18,7 +18,6 @@ first: within a ``tolerance`` for 16 bits much that is wrong goes unseen.
 """
 
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -215,15 +214,13 @@ def _stepped_unequally(owned: Sequence[Mapping[str, tuple[int, int]]], params: M
         params: whole.
     """
     for name in owned[0]:
-        changes: Counter[int] = Counter()
+        num_owners = torch.zeros(params[name].numel())
         for start, stop in (each[name] for each in owned):
-            changes[start] += 1
-            changes[stop] -= 1
-        ends = [place for place, change in sorted(changes.items()) if change]
-        if ends not in ([], [0, params[name].numel()]):
+            num_owners[start:stop] += 1
+        if len(others := (num_owners != num_owners[0]).nonzero()):
             return (
                 f"divisions(): they give elements of {name!r} to different numbers of ranks, from or to element "
-                f"{ends[1] if ends[0] == 0 else ends[0]} of {params[name].numel()}; each needs as many"
+                f"{int(others[0])} of {params[name].numel()}; each needs as many"
             )
     return ""
 

@@ -10,8 +10,8 @@ before that 12P/N for the checksums. At another tensor-parallel size a rank read
 only a few words.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -64,22 +64,15 @@ def _fitting(
     """The manifest, if this engine can load it."""
     check_mesh(engine)
     manifest = read_manifest(folder)
-    with _naming(folder):
+    try:
         _check_model(engine, manifest, stages)
         _check_optimizer(engine, manifest)
         _check_objects(objects, manifest)
+    except ValueError as error:
+        raise ValueError(f"{error} (in {folder / MANIFEST})") from error
     if missing := [file for file in sorted(manifest.checksums) if not (folder / file).is_file()]:
         raise ValueError(f"file: {folder / missing[0]} is missing")
     return manifest
-
-
-@contextmanager
-def _naming(folder: Path) -> Iterator[None]:
-    """Have errors inside say which version they are about."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{error} (in {folder / MANIFEST})") from error
 
 
 def _check_files(folder: Path, manifest: Manifest, number: int, num_ranks: int) -> None:
@@ -103,7 +96,8 @@ def _restore_objects(engine: AnyEngine, folder: Path, manifest: Manifest, object
 
 
 def _restore(engine: AnyEngine, folder: Path, manifest: Manifest) -> None:
-    with ShardFiles(folder) as files, torch.no_grad():
+    files = ShardFiles(folder)
+    with torch.no_grad():
         for name, (tensor, start, stop) in engine.resident_params().items():
             if start < stop:
                 rows = manifest.tensors_of(held_stretches.Kind.PARAMETER, name).get("", [])

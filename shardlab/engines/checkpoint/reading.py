@@ -6,10 +6,9 @@ another, and cuts that. Slices themselves are in ``partition/slices.py``.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,9 +28,8 @@ class ShardFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # Kept open until __exit__: a rank reads many ranges of few files, and opening a file parses its whole header.
+        # Open as long as this object: a rank reads many ranges of few files, and opening one parses its whole header.
         self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
 
     def read(self, rows: Sequence[Row], start: int, stop: int, slice_: TensorSlice | None = None) -> Tensor:
         """Elements ``start`` to ``stop`` of the flattened tensor that ``rows`` place in files, [stop - start].
@@ -87,14 +85,6 @@ class ShardFiles:
     def slice(self, row: Row, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` of what one file holds of a tensor; nothing else is read from disk."""
         if row.file not in self._files:
-            self._files[row.file] = self._stack.enter_context(safe_open(self._folder / row.file, framework="pt"))
+            self._files[row.file] = safe_open(self._folder / row.file, framework="pt")
         part: Tensor = self._files[row.file].get_slice(row.tensor_name)[start:stop]
         return part
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        # What read() returned are copies, so no file need stay mapped for them.
-        self._stack.close()
-        self._files.clear()

@@ -17,22 +17,19 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlab.comm.same_on_all_ranks import all_or_none
 from shardlab.engines.engine import Engine
-from shardlab.engines.guards import model_checks
+from shardlab.engines.guards import model_checks, rules
 from shardlab.engines.guards.clipping import GuardedTensors, guard_groups
 from shardlab.engines.guards.optimizer_fit import check_fits
 from shardlab.engines.guards.ownership import Claim, check_free
 from shardlab.engines.guards.placeholder import PlaceholderGradient, StubbedParameter, refuse_loading, sharded_parameter
-from shardlab.engines.guards.rules import DROPPED, FROZEN, GATHERED, HALF_STEPPED, LOST, REPLACED, RULES, Rule, Where
+from shardlab.engines.guards.rules import LOCAL, Rule, Where
 from shardlab.engines.guards.snapshot import Snapshot
 from shardlab.engines.guards.strategy_checks import check_strategy, laid_out_by
-from shardlab.engines.guards.which_rules import AFTER_GRADIENTS, remembered, where_of
 from shardlab.engines.moments import GradientState, Moment
 from shardlab.engines.sharded_params import Shards
 from shardlab.vocabulary import MeshAxis, Partition
 
 _TRAINS = attrgetter("requires_grad")
-LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
-"""Where some gradients are this rank's own sums, which are still to be reduced."""
 _BEHIND = {Moment.BACKWARD: "after forward", Moment.STEP: "after backward"}
 
 
@@ -213,7 +210,7 @@ class Guards:
                 frozen = [name for name, param in engine.params.items() if not param.requires_grad]
                 if not frozen or str(error).startswith("optimizer"):  # or it has been said what to do
                     raise
-                raise ValueError(f"optimizer_fn: {error}; {FROZEN.format(name=frozen[0])}") from error
+                raise ValueError(f"optimizer_fn: {error}; {rules.FROZEN.format(name=frozen[0])}") from error
             check_fits(optimizer, partition, is_sliced=is_sliced)
             if engine.strategy.full_gathers and before != [param._version for param in engine.params.values()]:
                 raise ValueError("optimizer_fn: it writes into parameters; write before the engine is built")
@@ -253,16 +250,16 @@ class Guards:
         """Find out which rules are for this engine, and when each is asked."""
         self._is_alone = not self._is_stage and all(comm.num_ranks == 1 for comm in engine.comms)
         self._is_plain = self._is_alone and not engine.strategy.steps_pieces
-        where = self._where = where_of(engine)
+        where = self._where = rules.where_of(engine)
         refuses = {Where.SPREAD, Where.FLAT} <= where  # while the optimizer steps, other ranks step the rest of them
         params = engine.params.items() if refuses else ()
-        self._half_stepped = [(param, HALF_STEPPED.format(name=name)) for name, param in params]
+        self._half_stepped = [(param, rules.HALF_STEPPED.format(name=name)) for name, param in params]
         # Of one process whose gradients are in one place, what changes them changes means.
         never = "gradient_version" if self._is_plain else ""
-        rules = [rule for rule in RULES if rule.where in where and rule.change != never]
-        self._rules = {moment: [rule for rule in rules if moment in rule.at] for moment in Moment}
-        self._remembered = remembered(rules, is_sharded=Where.SHARDED in where)
-        self._judged = tuple({state for rule in rules for state in rule.gradients})  # when a rule looks at gradients
+        chosen = [rule for rule in rules.RULES if rule.where in where and rule.change != never]
+        self._rules = {moment: [rule for rule in chosen if moment in rule.at] for moment in Moment}
+        self._remembered = rules.remembered(chosen, is_sharded=Where.SHARDED in where)
+        self._judged = tuple({state for rule in chosen for state in rule.gradients})  # when a rule looks at gradients
         if Where.SHARDED not in where:  # else a parameter may have been lost, which is told as soon as can be
             idle = (Moment.FORWARDED, Moment.MEANS_ALREADY, *([] if refuses else [Moment.UPDATED]))
             self.quiet = {moment for moment in idle if not self._rules[moment] and not self._remembered[moment]}
@@ -287,11 +284,12 @@ class Guards:
     def _refusal(self, moment: Moment, engine: Engine) -> str:
         lost, self._lost = self._lost, ""
         if lost and moment is not Moment.FULL_LEFT:
-            return LOST.format(name=lost)
+            return rules.LOST.format(name=lost)
         if moment in (Moment.FORWARD, Moment.STEP, Moment.FULL, Moment.SAVE) and (name := self._taken_out(engine)):
-            return REPLACED.format(name=name)
+            return rules.REPLACED.format(name=name)
         if moment in (Moment.STEP, Moment.STEPPED) and (dropped := engine.mesh.take_dropped()) is not None:
-            return DROPPED.format(op=dropped.op, tag=dropped.tag, line=dropped.source_line or "a place nobody observed")
+            line = dropped.source_line or "a place nobody observed"
+            return rules.DROPPED.format(op=dropped.op, tag=dropped.tag, line=line)
         if moment is Moment.ZERO_GRAD:
             engine.mesh.take_dropped()  # after an error or an interrupt they are no fault
             self._marked.clear()
@@ -303,8 +301,8 @@ class Guards:
                 for name in self._snapshots[rule.of].changed(rule.change):
                     if rule.where is not Where.SLICED or name in engine.slices or self._is_stage:
                         text = rule.text.format(name=name)
-                        if rule.text is LOST and name in self._freed and engine.params[name].data_ptr():
-                            text = GATHERED.format(name=name, when=_BEHIND.get(moment, "where nothing computes"))
+                        if rule.text is rules.LOST and name in self._freed and engine.params[name].data_ptr():
+                            text = rules.GATHERED.format(name=name, when=_BEHIND.get(moment, "where nothing computes"))
                         if moment is not Moment.BACKWARD or rule.change not in ("gradient", "gradient_version"):
                             self._has_moved |= (rule.of, rule.change) == ("piece", "place")
                             return text
@@ -357,7 +355,7 @@ class Guards:
             is_gathered = kind == "piece" and moment is Moment.STEPPED and Where.SPREAD in self._where
             self._snapshots[kind].remember(field, _gathered(engine) if is_gathered else None)
         gradients = self._snapshots["parameter"]
-        if moment in AFTER_GRADIENTS:
+        if moment in rules.AFTER_GRADIENTS:
             self._tensors.are_behind = engine.gradient_state in LOCAL and not self._is_plain
             if engine.gradient_state in self._judged:
                 gradients.remember_gradients()

@@ -82,7 +82,7 @@ class StubbedParameter(nn.Parameter):
                 answer = func(*args, **(kwargs or {}))
             if name != "__get__" or is_gradient or not isinstance(answer, Tensor):
                 return answer
-        raise _refusal((*args, *(kwargs or {}).values()))
+        raise _refusal((*args, *(kwargs or {}).values()), "a sharded parameter was used")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded parameter {tuple(self.shape)}"
@@ -94,11 +94,13 @@ def _stubbed(kind: type[nn.Parameter]) -> type[StubbedParameter]:
     return type(kind.__name__, (StubbedParameter, kind), {"_plain": kind})
 
 
-def _refusal(given: Iterable[Any]) -> RuntimeError:
+def _refusal(given: Iterable[Any], otherwise: str) -> RuntimeError:
+    """What the first stand-in among them says, or else."""
     # Functions such as torch.autograd.grad() take them in lists too.
     values = (value for some in given for value in (some if isinstance(some, list | tuple) else (some,)))
-    texts = (value._shardlab_refusal for value in values if isinstance(value, StubbedParameter))
-    return RuntimeError(next(texts, "a sharded parameter was used"))
+    stand_ins = (value for value in values if isinstance(value, StubbedParameter | PlaceholderGradient))
+    texts = (getattr(value, "_shardlab_refusal", "") for value in stand_ins)  # a view of a gradient has none
+    return RuntimeError(next(filter(None, texts), otherwise))
 
 
 def refuse_loading(module: nn.Module, *_: Any) -> None:
@@ -115,13 +117,9 @@ def refuse_loading(module: nn.Module, *_: Any) -> None:
 
 
 class PlaceholderGradient(Tensor):
-    """A gradient of which this rank holds only a piece.
+    """A gradient of which this rank holds only a piece."""
 
-    Attributes:
-        refusal: the error text.
-    """
-
-    refusal: str
+    _shardlab_refusal: str
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter) -> "PlaceholderGradient":
@@ -129,7 +127,7 @@ class PlaceholderGradient(Tensor):
         empty = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
         empty.untyped_storage().resize_(0)
         made = empty.as_subclass(cls)
-        made.refusal = sharded_gradient(name)
+        made._shardlab_refusal = sharded_gradient(name)
         return made
 
     @classmethod
@@ -139,9 +137,7 @@ class PlaceholderGradient(Tensor):
         """Answer for metadata, refuse everything else."""
         if getattr(func, "__name__", "") in _OF_GRADIENT and getattr(func, "__self__", None) not in _VIEWS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        given = (value for some in args for value in (some if isinstance(some, list | tuple) else (some,)))
-        texts = (getattr(value, "refusal", "") for value in given if isinstance(value, PlaceholderGradient))
-        raise RuntimeError(next(filter(None, texts), sharded_gradient("a parameter")))  # a view of one has no text
+        raise _refusal(args, sharded_gradient("a parameter"))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"sharded gradient {tuple(self.shape)}"

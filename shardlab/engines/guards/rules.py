@@ -2,13 +2,18 @@
 
 A change that no rule names is allowed: the engine goes on with what it finds. Each rule says at which of the engine's
 verbs a change is looked for, where it counts, and what to write instead. The table of habits in
-notebooks/guide/loop.md has the same rows.
+notebooks/guide/loop.md has the same rows. Behind it: which rules are for an engine (``where_of``), and when what the
+engine has changed itself is remembered as it is.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from shardlab.engines.engine import Engine
+from shardlab.engines.hpz import HostShards
 from shardlab.engines.moments import GradientState, Moment
+from shardlab.vocabulary import MeshAxis
 
 
 class Where(Enum):
@@ -46,7 +51,8 @@ class Rule(NamedTuple):
 
 _VERBS = frozenset({Moment.FORWARD, Moment.BACKWARD, Moment.STEP, Moment.FULL, Moment.SAVE, Moment.CLOSE})
 BACKWARD_OVER = (Moment.BACKWARD_ENDED, Moment.BACKWARD_SENDS)
-_LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
+LOCAL = (GradientState.LOCAL, GradientState.MEANS_AND_LOCAL)
+"""Where some gradients are this rank's own sums, which are still to be reduced."""
 _KEEP = "write inside 'with engine.full_params(keep_changes=True):'"
 _CLIP = "call engine.zero_grad(), and from then on write engine.clip_grad_norm_(max_norm)"
 
@@ -103,7 +109,7 @@ RULES = (
         "parameter", "gradient_version", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.ALL,
         "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own "
         "sum and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
-        gradients=_LOCAL,
+        gradients=LOCAL,
     ),
     Rule(
         "parameter", "gradient_version", frozenset({Moment.BACKWARD, Moment.MEANS_ALREADY}), Where.SLICED,
@@ -131,3 +137,47 @@ RULES = (
         gradients=(GradientState.LOCAL,),
     ),
 )  # fmt: skip
+
+# When gradients are others by what the engine or autograd has done. (Not where a backward ends and sends: nobody comes
+# between that and the means.)
+AFTER_GRADIENTS = {Moment.BACKWARD_ENDED, Moment.MEANS, Moment.ZERO_GRAD, Moment.FAILED}
+# After which of the engine's moments what the engine, autograd or the optimizer has changed is remembered as it is.
+_REMEMBERED = {
+    ("parameter", "place"): {Moment.FULL_LEFT, Moment.LOADED},
+    ("parameter", "version"): {Moment.STEPPED, Moment.FULL_LEFT, Moment.LOADED},
+    ("piece", "place"): {Moment.FULL_LEFT, Moment.LOADED},
+    ("piece", "version"): {Moment.STEPPED, Moment.LOADED},
+    ("piece", "trains"): {Moment.STEPPED, Moment.LOADED},
+}
+# Sharded parameters are gathered anew for each forward.
+_OF_SHARDED = {
+    ("parameter", "version"): {*BACKWARD_OVER, Moment.FORWARDED, Moment.FAILED, Moment.FULL},
+    ("piece", "version"): {Moment.FULL},
+}
+
+
+def remembered(chosen: Sequence[Rule], *, is_sharded: bool) -> dict[Moment, list[tuple[str, str]]]:
+    """What is remembered after each moment, as far as rules look at it: of which tensors which field."""
+    looked_at = {(rule.of, rule.change) for rule in chosen}
+    tables = (_REMEMBERED, _OF_SHARDED) if is_sharded else (_REMEMBERED,)
+    keys = [key for key in _REMEMBERED if key in looked_at]
+    return {moment: [key for key in keys if any(moment in table.get(key, ()) for table in tables)] for moment in Moment}
+
+
+def where_of(engine: Engine) -> set[Where]:
+    """Which rules are for an engine."""
+    strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
+    is_flat = strategy.steps_pieces and not is_sharded
+    # Where other ranks see what was written into a piece only when a step has ended.
+    is_late = any(one.is_split or isinstance(one, HostShards) for unit in strategy.units for one in unit.shards)
+    holds = {
+        Where.ALL: True,
+        Where.PIECES: strategy.steps_pieces,
+        Where.FLAT: is_flat,
+        Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.full_gathers)),
+        Where.NOT_IN_PLACE: strategy.full_gathers,
+        Where.ELSEWHERE: strategy.sends_in_no_sync or (strategy.full_gathers and not is_sharded),
+        Where.SHARDED: is_sharded,
+        Where.SLICED: MeshAxis.PIPE in engine.mesh.axes or any(one.num_ranks > 1 for one in engine.slices.values()),
+    }
+    return {where for where, is_so in holds.items() if is_so}

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from shardlab.engines.clip import NORM_TYPES
+from shardlab.engines.clip import check_clipping
 from shardlab.engines.holdings import Holding
 from shardlab.engines.peers.base import STATE_IS_TORCHS, Peer
+from shardlab.partition.slices import TensorSlice, stretches
 from shardlab.vocabulary import Role
 
 if TYPE_CHECKING:
@@ -122,12 +123,11 @@ def ranges(tensor: Any) -> list[tuple[int, int]]:
     if not is_distributed(tensor) or tensor.placements[0].is_replicate():
         return [(0, tensor.numel())]
     (placement,) = tensor.placements
-    size, width = tensor.shape[placement.dim], prod(tensor.shape[placement.dim + 1 :])
-    block = -(-size // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * block, size)
-    last = min(first + block, size)
-    rows = range(prod(tensor.shape[: placement.dim])) if first < last else range(0)
-    return [((row * size + first) * width, (row * size + last) * width) for row in rows]
+    size, num_ranks, rank = tensor.shape[placement.dim], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank()
+    block = -(-size // num_ranks)
+    first, last = min(rank * block, size), min((rank + 1) * block, size)
+    own = TensorSlice(tuple(tensor.shape), placement.dim, ((first, last),), rank, num_ranks)
+    return list(stretches(own, 0, prod(own.shape)))
 
 
 def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -136,10 +136,7 @@ def clip_mixed_(tensors: Iterable[Tensor], max_norm: float, norm_type: float) ->
     Returns:
         The norm before clipping, 0-d, a plain tensor, equal on all ranks.
     """
-    if norm_type not in NORM_TYPES:
-        raise ValueError(f"norm_type: {norm_type} is not one of 1, 2, inf")
-    if not max_norm > 0:
-        raise ValueError(f"max_norm: {max_norm} is not greater than 0")
+    check_clipping(max_norm, norm_type)
     # By kind, since torch takes one kind in a call; a distributed norm is reduced, which all ranks do in this order.
     kinds: dict[bool, list[Tensor]] = {}
     for tensor in tensors:
