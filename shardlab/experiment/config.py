@@ -411,14 +411,6 @@ class CompareConfig(CompareOptions):
         """Capacity of a bucket."""
         return max(1, int(self.bucket_mib * 1024**2))
 
-    def bucket_bytes_of(self, strategy: str) -> int | None:
-        """Capacity of a strategy's buckets; None where it has none, or no size of them."""
-        strategy = self.inside(strategy)
-        own = self.own_strategies.get(strategy)
-        if own is None or self._takes_buckets(strategy):
-            return self.bucket_bytes if own is not None or takes("bucket_bytes")(strategy) else None
-        return getattr(own, "bucket_bytes", None)
-
     def alone(self, strategy: str, **changes: Any) -> "CompareConfig":
         """Of one run, without what its strategy has no use for, and with some fields changed."""
         unused = {name: getattr(CompareOptions, name) for name in ENGINE_FIELDS if not self._has_use(name, strategy)}
@@ -433,12 +425,8 @@ class CompareConfig(CompareOptions):
         own = self.own_strategies.get(strategy)
         if own is None:
             return takes(ENGINE_FIELDS[field])(strategy)
-        has_buckets = field == "bucket_mib" and self._takes_buckets(strategy)
+        has_buckets = field == "bucket_mib" and takes_buckets(own)
         return has_buckets or (field == "shard_group" and len(own.axes) == 2)
-
-    def _takes_buckets(self, strategy: str) -> bool:
-        """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""
-        return getattr(self.own_strategies.get(strategy), "bucket_bytes", None) == DEFAULT_BUCKET_BYTES
 
     def ranks_differ(self, strategy: str) -> bool:
         """Whether ranks hold parameters of their own, by design."""
@@ -474,6 +462,11 @@ class CompareConfig(CompareOptions):
 def takes(option: str) -> Callable[[str], bool]:
     """Whether a strategy takes an engine option."""
     return lambda strategy: strategy in STRATEGIES and option in engine_options(strategy)
+
+
+def takes_buckets(own: Any) -> bool:
+    """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""
+    return getattr(own, "bucket_bytes", None) == DEFAULT_BUCKET_BYTES
 
 
 def _largest_divisor(number: int) -> int:

@@ -23,7 +23,7 @@ from shardlab.analysis.held_bytes import by_column
 from shardlab.dry.messages import DryRun
 from shardlab.engines import Strategy
 from shardlab.engines.precision import parse_precision
-from shardlab.experiment.config import CompareConfig, takes
+from shardlab.experiment.config import CompareConfig, takes, takes_buckets
 from shardlab.experiment.planned.dry_run import Held, KnownShapes, dry_step, memory_of
 from shardlab.experiment.planned.known_workload import PlannedWorkload, divided_module
 from shardlab.experiment.trained.workload import Workload
@@ -241,8 +241,7 @@ def to_plan(
 ) -> CompareConfig:
     """A step of it, with the engines' buckets."""
     chosen: Any = (strategies,) if isinstance(strategies, str | Strategy) else tuple(strategies)
-    sizes = [getattr(one, "bucket_bytes", None) == DEFAULT_BUCKET_BYTES for one in chosen]
-    if any(sizes) or any(map(takes("bucket_bytes"), chosen)):  # else the option would be refused
+    if any(takes_buckets(one) or takes("bucket_bytes")(one) for one in chosen):  # else the option would be refused
         options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
     return CompareConfig(workload=workload, ranks=ranks, strategies=chosen, **{"steps": 1, **options})
 

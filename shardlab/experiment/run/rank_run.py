@@ -20,7 +20,7 @@ from shardlab.comm.rank_life import observing_new
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
-from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.config import CompareConfig, takes_buckets
 from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.run.pipeline_step import PipelineStep
 from shardlab.experiment.run.rank_checks import FiniteCheck, FirstLoss, WatchedLoss, counts_of, sums_of
@@ -400,8 +400,8 @@ def _own(config: CompareConfig, strategy: str) -> Strategy | None:
     if strategy not in config.own_strategies:
         return None
     own = deepcopy(config.own_strategies[strategy])  # in this process the reader has this one, and plans train others
-    if (capacity := config.bucket_bytes_of(strategy)) is not None:
-        vars(own)["bucket_bytes"] = capacity
+    if takes_buckets(own):
+        vars(own)["bucket_bytes"] = config.bucket_bytes
     return own
 
 

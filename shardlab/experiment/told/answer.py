@@ -476,7 +476,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     counts = rows["rows_that_fit"].astype("float64") if "rows_that_fit" in rows else nan * left
     fitting = left[(left > 0) & ~(counts < 1)]
     if fitting.empty:
-        return f"of {memory}, {_nothing_fits(rows, left, memory_bytes, ranks)}"
+        return f"of {memory}, {_nothing_fits(left, memory_bytes, ranks)}"
     first = str(fitting.index[0])
     short = [str(name) for name in left.index.difference(fitting.index, sort=False)]
     fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
@@ -492,7 +492,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     return said + _leaves_more(rows, left, fitting)
 
 
-def _nothing_fits(rows: pd.DataFrame, left: "pd.Series[float]", memory_bytes: float, ranks: int) -> str:
+def _nothing_fits(left: "pd.Series[float]", memory_bytes: float, ranks: int) -> str:
     """What is needed, and what would help; ``left`` is what strategies leave of the memory."""
     most = str(left.idxmax())
     if left[most] <= 0:
@@ -502,11 +502,10 @@ def _nothing_fits(rows: pd.DataFrame, left: "pd.Series[float]", memory_bytes: fl
             f"nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an optimizer with "
             "less state; checkpointing saves activations alone"
         )
-    share = float(rows["logits_share"][most]) if "logits_share" in rows else nan
-    helps = "Checkpoint layers in the model, or compute in 16 bits"
-    if share > 0.5:
-        helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
-    return f"nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps more. {helps}"
+    return (
+        f"nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps more. Checkpoint "
+        "layers in the model, or compute in 16 bits"
+    )
 
 
 def _leaves_more(rows: pd.DataFrame, left: "pd.Series[float]", fitting: "pd.Series[float]") -> str:
