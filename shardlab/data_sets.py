@@ -19,7 +19,6 @@ import torch
 
 from shardlab.installed import data_path
 
-VOCAB_SIZE = 256
 GRAMMAR_BYTES = 4_000_000
 _OTHERS = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
 

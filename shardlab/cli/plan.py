@@ -180,7 +180,7 @@ def _of_workload(
     from shardlab.experiment.config import CompareConfig, takes
     from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
-    from shardlab.experiment.planned.stages_plan import stages_of
+    from shardlab.experiment.told.pipelined import stages_of
     from shardlab.experiment.trained.named_workload import workload_at  # here, because it imports torch
     from shardlab.experiment.trained.tensor import shown_plan
     from shardlab.plots.text import listing

@@ -17,7 +17,7 @@ from shardlab.analysis.rows import timed_steps
 from shardlab.course import NaN, faulty
 from shardlab.engines import Bucketed
 from shardlab.experiment import CompareConfig, Workload, claim, compare, load_comparison, prepare, write_report
-from shardlab.experiment.directory import TakenError, reserve
+from shardlab.experiment.directory import reserve
 from shardlab.experiment.planned.forecast import seconds_in
 from shardlab.experiment.run.manifest import _disagreement
 from shardlab.experiment.run.rank_run import RankReport
@@ -473,7 +473,7 @@ def test_a_directory_is_taken_by_one_comparison_alone(tmp_path):
     prepare(config, tmp_path)
     prepare(config, tmp_path)  # of another process, which comes at the same time
     reserve(tmp_path)
-    with pytest.raises(TakenError, match=r"out: .* holds another run, which did not finish"):
+    with pytest.raises(ValueError, match=r"out: .* holds another run, which did not finish"):
         reserve(tmp_path)
 
 

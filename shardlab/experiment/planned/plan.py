@@ -158,16 +158,14 @@ def _of_stages(run: str, of_place: list[pd.DataFrame]) -> pd.DataFrame:
     return MEMORY.frame(pd.concat(ranked, ignore_index=True))
 
 
-def setup_of(
-    config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer]
-) -> Setup:
+def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer: Mapping[str, Optimizer]) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it.
 
     Args:
         config: the options.
         strategy: a name.
         module: whose structure gives the units.
-        optimizer: what it keeps for every parameter, or by name.
+        optimizer: what it keeps, by parameter.
     """
     strategy = config.inside(strategy)
     options: dict[str, Any] = {"num_ranks": 1 if config.is_alone(strategy) else config.data_ranks}
@@ -184,20 +182,17 @@ def setup_of(
             "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
         }  # fmt: skip
     if place(config.ranks, config.device).device_type == "cuda":
-        optimizer = _without_counters(optimizer)  # torch keeps them in host memory
+        optimizer = {
+            name: _without_counters(kept) for name, kept in optimizer.items()
+        }  # torch keeps them in host memory
     return Setup(
         strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
         clip=config.clip is not None, broadcast_buffers=config.broadcast_buffers, optimizer=optimizer, **options,
     )  # fmt: skip
 
 
-def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimizer | Mapping[str, Optimizer]:
-    def without(kept: Optimizer) -> Optimizer:
-        return replace(kept, counter_bytes=0, from_start=kept.from_start and without(kept.from_start))
-
-    if isinstance(optimizer, Optimizer):
-        return without(optimizer)
-    return {name: without(kept) for name, kept in optimizer.items()}
+def _without_counters(kept: Optimizer) -> Optimizer:
+    return replace(kept, counter_bytes=0, from_start=kept.from_start and _without_counters(kept.from_start))
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

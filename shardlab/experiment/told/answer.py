@@ -16,10 +16,9 @@ import pandas as pd
 from shardlab.analysis.rows import step_lengths
 from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import SEQUENCES_PER_RANK, CompareConfig
-from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import alone_verdict, data_are_lost, dead_verdict, norms_apart, trained_on_others
-from shardlab.experiment.told.pipelined import bubble_line
+from shardlab.experiment.told.pipelined import bubble_line, idle_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
 from shardlab.experiment.trained.pipelined import MICRO_BATCHES_PER_RANK
