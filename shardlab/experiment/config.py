@@ -32,7 +32,7 @@ from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modu
 from shardlab.vocabulary import MeshAxis, class_of, dtype_name
 
 from shardlab.experiment.trained.pipelined import (  # isort: skip
-    AND, MICRO_BATCHES_PER_RANK, Staged, check_pipe, runs_of, schedules_of, staged,
+    AND, MICRO_BATCHES_PER_RANK, Staged, check_pipe, schedules_of, staged,
 )  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -157,8 +157,11 @@ class CompareConfig(CompareOptions):
         if self.pipe > 1:
             if peer := next((one for one in self.strategies if one.startswith("torch_")), None):
                 raise ValueError(f"strategies: pipe makes no stages of torch's own {peer!r}; leave it out")
-            runs = runs_of(self.strategies, self.schedules, lambda one: getattr(STRATEGIES.get(one), "is_alone", False))
-            object.__setattr__(self, "strategies", runs)
+            runs: list[str] = []
+            for one in self.strategies:  # one process is trained without stages
+                is_run = self.inside(one) != one or getattr(STRATEGIES.get(one), "is_alone", False)
+                runs += [one] if is_run else [f"{one}{AND}{schedule}" for schedule in self.schedules]
+            object.__setattr__(self, "strategies", tuple(runs))
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
 

@@ -141,7 +141,8 @@ class _Plans:
     def _run(self, strategy: str, made: Strategy) -> tuple[DryRun[Held] | None, str]:
         """The step without values; or why there is none."""
         config, forward = self._config, self._known.forward
-        if made.by_unit and forward.units_by_rows and prod(config.mesh_axes(strategy).values()) > 1:
+        decide_on_units = forward.by_rows and forward.called is None
+        if decide_on_units and made.by_unit and prod(config.mesh_axes(strategy).values()) > 1:
             return None, BY_ROWS
         try:
             return dry_step(config, strategy, self._known, self._shapes), ""

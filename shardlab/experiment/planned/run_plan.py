@@ -48,13 +48,11 @@ class RunPlan:
     """The plan of each strategy, and what autograd keeps; what it means depends on the GPU.
 
     Attributes:
-        ranks: number of ranks, a GPU each.
         plans: by strategy.
         kept: by strategy, bytes that autograd keeps for backward, by number of rows; None where it is not counted:
             of divided layers, and if what the model computes depends on values.
     """
 
-    ranks: int
     plans: Mapping[str, Plan]
     kept: Mapping[str, Mapping[int, int] | None]
 
@@ -81,7 +79,7 @@ class RunPlan:
         alone = {name for name, row in ROWS.items() if row.alone}
         whole = {name: plan.precision for name, plan in plans.items() if options.get("tp", 1) == 1 or name in alone}
         found = {precision: _kept_if_known(known, precision) for precision in dict.fromkeys(whole.values())}
-        return cls(ranks, plans, {name: found[whole[name]] if name in whole else None for name in plans})
+        return cls(plans, {name: found[whole[name]] if name in whole else None for name in plans})
 
     def on(self, gpu: Gpu | str) -> pd.DataFrame:
         """The table of ``plan``, and what it means for a GPU.

@@ -25,10 +25,10 @@ from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.run.pipeline_step import PipelineStep
 from shardlab.experiment.run.rank_checks import FiniteCheck, FirstLoss, WatchedLoss, counts_of, sums_of
 from shardlab.experiment.run.shard_rows import shard_rows
-from shardlab.experiment.run.train_step import LossFn, StepResult, TrainStep
+from shardlab.experiment.run.train_step import StepResult, TrainStep
 from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, first_other, size_of
 from shardlab.experiment.trained.tensor import divided, loss_of
-from shardlab.experiment.trained.workload import seeded
+from shardlab.experiment.trained.workload import LossFn, seeded
 from shardlab.installed import num_cores
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
