@@ -511,7 +511,7 @@ def test_of_a_run_that_does_not_train_nothing_is_said(pools, tmp_path, loss, sai
     workload = Workload(lambda: torch.nn.Linear(4, 1), [rows], loss)
     result = compare(workload, tmp_path / "out", pool=pools(2), strategies=("single", "zero1"), ranks=2, steps=5)
     assert result.summary["losses_equal"].isna().all()
-    assert re.match(f"Nothing can be said of the losses: {said}", dead_verdict(result))
+    assert re.match(f"nothing can be said of the losses: {said}", dead_verdict(result))
     assert re.match(f"nothing can be said of the losses: {said}", answer(result)[4].text)
 
 

@@ -319,7 +319,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         if len(table) == 1 or not ranks_differ(comparison.records):
             yield "losses not compared: one strategy ran"
     elif dead := dead_verdict(comparison):
-        yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
+        yield dead
     elif not comparison.losses_equal and trained_on_others(comparison.records.manifests):
         yield "losses NOT compared: the data differ, see below"
     else:
