@@ -21,11 +21,10 @@ from shardlab.forecast.region import by_laboratory
 from shardlab.forecast.search import published_regrets
 
 CALIBRATION, CARD, LIMIT_S = Path("machine.json"), Path("card.json"), 600.0
-MISSES = ("median", "p90", "worst")
 FORECASTS = {
-    "": ("this one", "{median:.1f}, {p90:.1f}, {worst:.1f}"), "raw_": ("raw", "{median:.1f}, {worst:.1f}"),
-    "constant_rate_": ("constant (rate)", "{median:.0f}, {worst:.0f}"),
-    "roofline_": ("roofline", "{median:.0f}, {worst:.0f}"),
+    "this one": "{median:.1f}, {p90:.1f}, {worst:.1f}", "raw": "{raw_median:.1f}, {raw_worst:.1f}",
+    "constant (rate)": "{constant_rate_median:.0f}, {constant_rate_worst:.0f}",
+    "roofline": "{roofline_median:.0f}, {roofline_worst:.0f}",
 }  # fmt: skip
 BY_LABORATORY = (
     "Median, 90th percentile (of this one), and worst. This one and the toys know a measured step of the machine where "
@@ -198,13 +197,12 @@ def _tell_published(published: pd.DataFrame) -> None:
     table = by_laboratory(published)
     shown = table[["laboratory", "steps"]].copy()
     shown["laboratory"] += table["tp"].map({True: " tp", False: ""})
-    for front, (title, form) in FORECASTS.items():
-        shares = (100 * table[[f"{front}{name}" for name in MISSES]]).to_numpy()
-        shown[title] = [form.format(**dict(zip(MISSES, row, strict=True))) for row in shares]
+    misses = (100 * table.select_dtypes("number")).to_dict("records")
+    for title, form in FORECASTS.items():
+        shown[title] = [form.format(**{str(name): miss for name, miss in row.items()}) for row in misses]
     for name, (some, of) in {"known": ("held", "known"), "within": ("in_range", "steps")}.items():
         shown[name] = table[some].map("{}/".format) + table[of].map(str)
-    titles = [title for title, _ in FORECASTS.values()]
-    say(table_of(shown, "By laboratory, %", 0, right=titles))
+    say(table_of(shown, "By laboratory, %", 0, right=FORECASTS))
     say(BY_LABORATORY, soft_wrap=True)
     regrets = sorted(published_regrets())
     say(

@@ -164,11 +164,9 @@ def _divides_rows_badly(comparison: Comparison) -> str:
 
 
 def _first_losses(comparison: Comparison) -> "pd.Series[float]":
-    """The loss of the first step, by run."""
+    """The loss of the first step, by run; all ranks have the same."""
     steps = comparison.records.steps
-    first: pd.DataFrame = steps[(steps["step"] == steps["step"].min()) & (steps["rank"] == 0)]
-    losses: pd.Series[float] = first.set_index("run")["loss"]
-    return losses
+    return steps[steps["step"] == steps["step"].min()].groupby("run", sort=False)["loss"].first()
 
 
 def _data_ranks(comparison: Comparison, run: str) -> int:
