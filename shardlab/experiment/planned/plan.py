@@ -168,27 +168,19 @@ def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer:
         module: whose structure gives the units.
         optimizer: what it keeps, by parameter.
     """
-    strategy = config.inside(strategy)
-    options: dict[str, Any] = {"num_ranks": 1 if config.is_alone(strategy) else config.data_ranks}
-    if takes("precision")(strategy):
-        precision = parse_precision(config.precision)
-        options |= {
-            "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
-            "scales_loss": config.scales_loss(strategy),
-        }  # fmt: skip
-    if takes("wrap")(strategy):
-        options |= {
-            "units": units_of(module, config.wrap_policy), "layout": config.layout, "sharding": config.sharding,
-            "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
-            "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
-        }  # fmt: skip
+    strategy, precision = config.inside(strategy), parse_precision(config.precision)
     if place(config.ranks, config.device).device_type == "cuda":
-        optimizer = {
-            name: _without_counters(kept) for name, kept in optimizer.items()
-        }  # torch keeps them in host memory
+        # Torch keeps them in host memory.
+        optimizer = {name: _without_counters(kept) for name, kept in optimizer.items()}
+    # What a strategy does not take of all this is ignored.
     return Setup(
-        strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
-        clip=config.clip is not None, broadcast_buffers=config.broadcast_buffers, optimizer=optimizer, **options,
+        strategy, 1 if config.is_alone(strategy) else config.data_ranks, bucket_bytes=config.bucket_bytes,
+        partition=config.partition, units=units_of(module, config.wrap_policy), layout=config.layout,
+        sharding=config.sharding, replicate_below=config.replicate_below, offload=config.offload,
+        shard_group_size=config.shards if config.has_two_axes(strategy) else None,
+        prefetch=config.prefetch, micro_batches=config.accumulation, clip=config.clip is not None,
+        scales_loss=config.scales_loss(strategy), broadcast_buffers=config.broadcast_buffers, optimizer=optimizer,
+        compute_dtype=_name(precision.compute), reduce_dtype=_name(precision.reduce_dtype),
     )  # fmt: skip
 
 
