@@ -73,7 +73,7 @@ def memory_table(run: str, held: Mapping[int, Mapping[Role, int]]) -> pd.DataFra
     of_allocator = ("allocated_bytes", "rounding_bytes", "fragmented_bytes", "reserved_bytes", "resident_bytes")
     table = pd.DataFrame(rows, columns=["rank", "role", "bytes"]).assign(
         run=run, source="predicted", step=0, time_us=nan, phase=Phase.STEP, where="rest",
-        **dict.fromkeys(of_allocator, pd.NA),
+        **dict.fromkeys(of_allocator),
     )  # fmt: skip
     return MEMORY.frame(table)
 

@@ -166,7 +166,8 @@ def _divides_rows_badly(comparison: Comparison) -> str:
 def _first_losses(comparison: Comparison) -> "pd.Series[float]":
     """The loss of the first step, by run; all ranks have the same."""
     steps = comparison.records.steps
-    return steps[steps["step"] == steps["step"].min()].groupby("run", sort=False)["loss"].first()
+    first: pd.Series[float] = steps[steps["step"] == steps["step"].min()].groupby("run", sort=False)["loss"].first()
+    return first
 
 
 def _data_ranks(comparison: Comparison, run: str) -> int:
