@@ -503,7 +503,7 @@ def _nothing_fits(left: "pd.Series[float]", memory_bytes: float, ranks: int) -> 
         )
     return (
         f"nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps more. Checkpoint "
-        "layers in the model, or compute in 16 bits"
+        "layers in the model, or compute in 16 bits; where logits are most of it, a chunked loss helps"
     )
 
 
