@@ -19,7 +19,6 @@ import torch
 
 from shardlab.installed import data_path
 
-VOCAB_SIZE = 256
 GRAMMAR_BYTES = 4_000_000
 _OTHERS = frozenset(("site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"))
 
@@ -41,12 +40,10 @@ class TextData:
         """Copy ``data``.
 
         Raises:
-            ValueError: ``seq_len`` is below 1, or the text is empty or shorter than one sequence and its next byte.
+            ValueError: ``seq_len`` is below 1, or the text is shorter than one sequence and its next byte.
         """
         if seq_len < 1:
             raise ValueError(f"seq_len: {seq_len} is below 1")
-        if len(data) == 0:
-            raise ValueError(f"text: {name} is empty")
         if len(data) < seq_len + 1:
             raise ValueError(
                 f"text: {name} has {len(data)} bytes; one sequence of seq_len={seq_len} and its next byte "
@@ -73,21 +70,18 @@ def load_text(source: str | Path = "stdlib", seq_len: int = 128) -> TextData:
         seq_len: bytes of one training sequence.
 
     Raises:
-        ValueError: there is no such file, or it cannot be read, is empty, or is shorter than ``seq_len + 1``.
+        ValueError: the file cannot be read, or is shorter than ``seq_len + 1``.
     """
     if source == "stdlib":
         return TextData(_stdlib_source(), seq_len, "stdlib")
     if source == "grammar":
         return TextData(grammar_text(GRAMMAR_BYTES), seq_len, "grammar", _grammar()["floor_nats_per_byte"])
     path = Path(source)
-    if path.is_dir():
-        raise ValueError(f"text: {path.absolute()} is a directory; give stdlib, grammar or the path of a file")
-    if not path.is_file():
-        raise ValueError(f"text: there is no file {path.absolute()}; give stdlib, grammar or the path of a file")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"text: {path.absolute()} cannot be read: {error.strerror}") from error
+        why = f"cannot be read: {error.strerror}; give stdlib, grammar or the path of a file"
+        raise ValueError(f"text: {path.absolute()} {why}") from error
     return TextData(data, seq_len, str(path.absolute()))
 
 

@@ -9,13 +9,12 @@ import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from shardlab.cli.bench import bench
 from shardlab.cli.calibrate import calibrate, validate
 from shardlab.cli.compare import compare
-from shardlab.cli.console import BAD_INPUT, bad_input, complain
+from shardlab.cli.console import BAD_INPUT, bad_input, complain, say
 from shardlab.cli.exercises import exercises
 from shardlab.cli.forecast import forecast
 from shardlab.cli.plan import plan
@@ -73,7 +72,7 @@ def doctor() -> None:
     table = Table("check", "value", "verdict")
     for row in examine():
         table.add_row(*(str(part) for part in row))
-    Console().print(table)
+    say(table)
 
 
 def main() -> None:

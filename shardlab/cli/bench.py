@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardlab.cli.console import INTERRUPTED, count, names_in, progress_bar, refuse_others, table_of
+from shardlab.cli.console import INTERRUPTED, count, names_in, progress_bar, refuse_others, say, table_of
 from shardlab.vocabulary import HostTransport
 
 if TYPE_CHECKING:
@@ -77,13 +77,12 @@ def bench(
     with progress_bar(config.num_rounds) as advance:
         rows = _kept(run_bench(config, on_progress=advance), total)
     _write(rows, json)
-    console = Console(highlight=False)
     for workload in config.workloads:
         if own := [row for row in rows if row.workload == workload.name]:
-            console.print(_table(workload, own))
-    console.print(NOTE, style="dim")
+            say(_table(workload, own))
+    say(NOTE, style="dim")
     if rows[0].transport == HostTransport.SHARED_MEMORY:
-        console.print(SHARED_NOTE, style="dim")
+        say(SHARED_NOTE, style="dim")
     _check_all(rows, total)
 
 
@@ -146,9 +145,8 @@ def _print_cells(cells: Sequence[tuple[str, str, str]], rows: str, title: str, s
     """A table of (row, column, word), in the order in which rows first come, and a sentence below."""
     table = pd.DataFrame(cells, columns=[rows, "column", "word"])
     shown = table.pivot(index=rows, columns="column", values="word").reindex(table[rows].unique())
-    console = Console(highlight=False)
-    console.print(table_of(shown.fillna("").reset_index(), title, 0))
-    console.print(said, soft_wrap=True)
+    say(table_of(shown.fillna("").reset_index(), title, 0))
+    say(said, soft_wrap=True)
 
 
 def _table(workload: "Workload", rows: Sequence["BenchRow"]) -> Table:

@@ -3,7 +3,6 @@
 ``shardlab validate``: how far these miss, of published steps and of steps that are run here.
 """
 
-import json as json_text
 import os
 from contextlib import suppress
 from dataclasses import replace
@@ -14,20 +13,18 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table, names_in, progress_bar, refuse_others, table_of
+from shardlab.cli.console import answer_table, names_in, progress_bar, refuse_others, say, say_json, table_of
 from shardlab.forecast.machine import Machine
 from shardlab.forecast.published import summary, validate_published
 from shardlab.forecast.region import by_laboratory
 from shardlab.forecast.search import published_regrets
 
 CALIBRATION, CARD, LIMIT_S = Path("machine.json"), Path("card.json"), 600.0
-MISSES = ("median", "p90", "worst")
 FORECASTS = {
-    "": ("this one", "{median:.1f}, {p90:.1f}, {worst:.1f}"), "raw_": ("raw", "{median:.1f}, {worst:.1f}"),
-    "constant_rate_": ("constant (rate)", "{median:.0f}, {worst:.0f}"),
-    "roofline_": ("roofline", "{median:.0f}, {worst:.0f}"),
+    "this one": "{median:.1f}, {p90:.1f}, {worst:.1f}", "raw": "{raw_median:.1f}, {raw_worst:.1f}",
+    "constant (rate)": "{constant_rate_median:.0f}, {constant_rate_worst:.0f}",
+    "roofline": "{roofline_median:.0f}, {roofline_worst:.0f}",
 }  # fmt: skip
 BY_LABORATORY = (
     "Median, 90th percentile (of this one), and worst. This one and the toys know a measured step of the machine where "
@@ -82,26 +79,31 @@ def _calibrate_ranks(counts: list[int], out: Path, limit: float, *, quick: bool)
     from shardlab.bench.calibrate import Calibration
 
     parts = out.with_name(f"{out.name}.part")
-    calibration, console = Calibration(counts, is_quick=quick, path=parts), Console(highlight=False)
+    calibration = Calibration(counts, is_quick=quick, path=parts)
     total, missing = len(calibration.parts), len(calibration.missing)
     if missing < total:
         said = f"{total - missing} of {total} parts were measured before; remove {parts} to measure them again"
-        console.print(said, soft_wrap=True)
+        say(said, soft_wrap=True)
     with progress_bar(missing) as advance, suppress(KeyboardInterrupt):
         calibration.measure(advance, limit)
     if left := len(calibration.missing):
         said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
-        console.print(said, soft_wrap=True)
+        say(said, soft_wrap=True)
         raise typer.Exit(1)
     calibration.machine().write(out)
+<<<<<<< HEAD
     parts.unlink(missing_ok=True)
     console.print(f"Calibration: {out}", soft_wrap=True)
+=======
+    calibration.kept.drop()
+    say(f"Calibration: {out}", soft_wrap=True)
+>>>>>>> size-experiment
 
 
 def _calibrate_card(out: Path) -> None:
     from shardlab.bench.calibrate_card import CudaCard, calibrate_card, parts
 
-    device, console = CudaCard(), Console(highlight=False)
+    device = CudaCard()
     with progress_bar(len([*parts(device)]), first="the card") as advance:
         found = calibrate_card(device, advance)
     gpu = found.gpu
@@ -109,7 +111,7 @@ def _calibrate_card(out: Path) -> None:
     reached = {f"{name} products": share for name, share in gpu.product_fractions.items()}
     reached |= {"attention": gpu.attention_fraction, "memory": gpu.memory_fraction}
     host = ", ".join(f"{1e6 * seconds:.2g} us {kind}" for kind, seconds in gpu.host_seconds.items())
-    console.print(answer_table([
+    say(answer_table([
         ("CARD", f"{gpu.name}: {gpu.source}"),
         ("REACHES", ", ".join(f"{share:.0%} of the peak in {name}" for name, share in reached.items())),
         ("A KERNEL", f"costs the host {host}"),
@@ -130,17 +132,17 @@ def validate(
     given = calibration or CALIBRATION
     # One that is named has to be there.
     machine = Machine.load(given) if calibration or given.exists() else None
-    published, console = validate_published(), Console(highlight=False)
+    published = validate_published()
     if not json:
-        _tell_published(console, published)  # before steps are run for minutes
+        _tell_published(published)  # before steps are run for minutes
     here = None if machine is None else _validated(machine, given)
     if json:
-        typer.echo(json_text.dumps(_misses(published, here), indent=2))
+        say_json(_misses(published, here))
     elif here is not None:
-        _tell_here(console, here)
+        _tell_here(here)
     else:
         said = f"Of this machine nothing is said: {given} is not there; shardlab calibrate, then this again."
-        console.print(said, soft_wrap=True)
+        say(said, soft_wrap=True)
 
 
 def _validated(machine: Machine, calibration: Path) -> pd.DataFrame:
@@ -176,61 +178,60 @@ def _misses(published: pd.DataFrame, here: pd.DataFrame | None) -> dict[str, Any
     return found | {"regret": regret_of(here), "differs": here.attrs["differs"], "rows": here.to_dict("records")}
 
 
-def _tell_set(console: Console, name: str, rows: pd.DataFrame) -> None:
+def _tell_set(name: str, rows: pd.DataFrame) -> None:
     """Print a table of misses, beside the toys."""
     table, steps = summary(rows), f"{int((~rows['calibration']).sum())} {SETS[name]}"
     lines = table.set_axis(["this one", "constant rate", "roofline"])
     if "warned" in rows:
         lines.loc["this one, not warned of"] = summary(rows[~rows["warned"]]).loc["error"]
     shown = (100 * lines.sort_index(key=lambda names: ~names.str.startswith("this"))).round(1)
-    console.print(table_of(shown.reset_index(names="forecast"), f"Misses of {steps}, %", 2))
+    say(table_of(shown.reset_index(names="forecast"), f"Misses of {steps}, %", 2))
     ours, toys = table.iloc[0], table.iloc[1:]
     if (toys[["p90", "worst"]] < ours[["p90", "worst"]]).any().any():
-        console.print("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
+        say("A toy is better than this forecast in its 90th percentile or its worst case.", style="bold")
 
 
-def _tell_published(console: Console, published: pd.DataFrame) -> None:
+def _tell_published(published: pd.DataFrame) -> None:
     for name, rows in _sets(published).items():
-        _tell_set(console, name, rows)
+        _tell_set(name, rows)
     for name, which in APART.items():
         rows = published[published[name]]
         middle, p90, worst = summary(rows).loc["error"]
         said = f"missed by {middle:.1%} in the median, {p90:.1%} in the 90th percentile, {worst:.1%} at most"
-        console.print(f"{int((~rows['calibration']).sum())} {which}: {said}.", soft_wrap=True)
+        say(f"{int((~rows['calibration']).sum())} {which}: {said}.", soft_wrap=True)
     table = by_laboratory(published)
     shown = table[["laboratory", "steps"]].copy()
     shown["laboratory"] += table["tp"].map({True: " tp", False: ""})
-    for front, (title, form) in FORECASTS.items():
-        shares = (100 * table[[f"{front}{name}" for name in MISSES]]).to_numpy()
-        shown[title] = [form.format(**dict(zip(MISSES, row, strict=True))) for row in shares]
+    misses = (100 * table.select_dtypes("number")).to_dict("records")
+    for title, form in FORECASTS.items():
+        shown[title] = [form.format(**{str(name): miss for name, miss in row.items()}) for row in misses]
     for name, (some, of) in {"known": ("held", "known"), "within": ("in_range", "steps")}.items():
         shown[name] = table[some].map("{}/".format) + table[of].map(str)
-    titles = [title for title, _ in FORECASTS.values()]
-    console.print(table_of(shown, "By laboratory, %", 0, right=titles))
-    console.print(BY_LABORATORY, soft_wrap=True)
+    say(table_of(shown, "By laboratory, %", 0, right=FORECASTS))
+    say(BY_LABORATORY, soft_wrap=True)
     regrets = sorted(published_regrets())
-    console.print(
+    say(
         f"Of {len(regrets)} published jobs with several ways the one that is ranked first is {median(regrets):.1%} "
         f"slower than the fastest in the median, {regrets[-1]:.1%} at most.",
         soft_wrap=True,
     )
     worst = published.iloc[int(published["error"].abs().argmax())]
-    console.print(f"The worst of all is {worst['name']} ({worst['machine']}), missed by {worst['error']:+.1%}.")
+    say(f"The worst of all is {worst['name']} ({worst['machine']}), missed by {worst['error']:+.1%}.")
     peaks = published["peak_error"].abs().dropna()
-    console.print(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
+    say(f"Bytes at the peak of {len(peaks)} published steps are missed by {peaks.max():.1%} at most.")
 
 
-def _tell_here(console: Console, here: pd.DataFrame) -> None:
+def _tell_here(here: pd.DataFrame) -> None:
     from shardlab.bench.validated_here import regret_of
 
     if differs := here.attrs["differs"]:
-        console.print(f"It was calibrated {differs}: forecasts of now may miss by more; calibrate again.", style="bold")
-    _tell_set(console, "here", here)
-    console.print(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
+        say(f"It was calibrated {differs}: forecasts of now may miss by more; calibrate again.", style="bold")
+    _tell_set("here", here)
+    say(f"Choosing the strategy that is forecast to be fastest costs {regret_of(here):.1%} on average.")
     worst = here.reindex(here["error"].abs().sort_values(ascending=False).index).head(5)
     shown = worst[["strategy", "ranks", "rows", "link"]].assign(
         predicted=(1e3 * worst["predicted"]).round(1), measured=(1e3 * worst["measured"]).round(1),
         error=(100 * worst["error"]).round(1),
     )  # fmt: skip
     names = {"predicted": "predicted (ms)", "measured": "measured (ms)", "error": "error (%)"}
-    console.print(table_of(shown.astype({"link": str}).rename(columns=names), "The five largest here", 2))
+    say(table_of(shown.astype({"link": str}).rename(columns=names), "The five largest here", 2))

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardlab import experiment  # whose names are imported when they are used: they need torch, which takes 1.5 s
-from shardlab.cli.console import BAD_INPUT, INTERRUPTED, bad_input, complain, count, names_in, progress_bar
+from shardlab.cli.console import INTERRUPTED, bad_input, count, names_in, progress_bar
 from shardlab.cli.records import print_result
 from shardlab.experiment.options import CompareOptions, option_helps
 
@@ -63,7 +63,6 @@ def compare(out: Out = None, overwrite: Overwrite = False, **chosen: Any) -> Non
 
 
 def _with_progress(config: "experiment.CompareConfig", directory: Path) -> "experiment.Comparison":
-    from shardlab.experiment.directory import TakenError
     from shardlab.launch import RankError, RankHang
 
     quiet = not experiment.is_reporter()
@@ -74,9 +73,6 @@ def _with_progress(config: "experiment.CompareConfig", directory: Path) -> "expe
         with progress_bar(len(config.strategies) * config.steps, quiet=quiet) as advance:
             said = "{0.strategy}, loss {0.loss:.4f}".format
             return experiment.compare(config, directory, on_progress=lambda done: advance(said(done)))
-    except TakenError as error:
-        complain(str(error))
-        raise typer.Exit(BAD_INPUT) from None
     except KeyboardInterrupt:
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

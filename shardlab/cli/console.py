@@ -1,7 +1,9 @@
 """Shared by the commands: errors in one line, names in a list, tables, a progress bar, and numbers with their noun."""
 
 import contextlib
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import pandas as pd
 import typer
@@ -14,6 +16,7 @@ from rich.text import Text
 from shardlab import experiment
 
 BAD_INPUT, INTERRUPTED = 2, 130  # exit codes
+ROOMY = 100  # columns of a terminal in which a table gets wider gaps
 
 
 @contextlib.contextmanager
@@ -31,6 +34,16 @@ def complain(text: str) -> None:
     """One red line on stderr; nothing for an empty text."""
     if text:
         Console(stderr=True, highlight=False, soft_wrap=True).print("[bold red]error:[/]", Text(text))
+
+
+def say(*parts: Any, **how: Any) -> None:
+    """Print sentences and tables; ``how`` is that of rich, such as ``style`` and ``soft_wrap``."""
+    Console(highlight=False).print(*parts, **how)
+
+
+def say_json(found: Any) -> None:
+    """Print what another program is to read."""
+    typer.echo(json.dumps(found, indent=2))
 
 
 def refuse_others(context: typer.Context, allowed: Collection[str], said: str) -> None:
@@ -65,10 +78,15 @@ def progress_bar(
         yield lambda done: progress.update(task, advance=1, description=done, refresh=True)
 
 
-def table_of(shown: pd.DataFrame, title: str, gap: int, right: Collection[str] = ()) -> Table:
-    """A table; numbers and the columns ``right`` are aligned right, ``gap`` more than one space between columns."""
+def table_of(shown: pd.DataFrame, title: str, gap: int | None = None, right: Collection[str] = ()) -> Table:
+    """A table; numbers and the columns ``right`` are aligned right, ``gap`` more than one space between columns.
+
+    By default as many as the terminal has room for.
+    """
     from shardlab.plots.text import column_text
 
+    if gap is None:
+        gap = 2 if Console().width >= ROOMY else 0
     table = Table(
         title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False,
         pad_edge=False, padding=(0, gap, 0, 0),

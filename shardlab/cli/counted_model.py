@@ -8,8 +8,7 @@ from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from shardlab.cli.console import say
 from shardlab.forecast.model_config import Decoder, decoder_of, model_type_of, read_config
 
 APART = 0.005  # of the parameters: by how much transformers may count others before it is said
@@ -103,7 +102,7 @@ class CountedModel:
     def print_difference(self) -> None:
         """Print what transformers counts otherwise: after the answer, which waits for no import of seconds."""
         if said := self._difference():
-            Console(highlight=False).print(said)
+            say(said)
 
     def _difference(self) -> str:
         return difference(self.config, self.decoder.num_params) if self.config else ""

@@ -1,6 +1,5 @@
 """``shardlab exercises``: list them, print them for a class, or mark one."""
 
-import json as json_text
 import os
 from contextlib import redirect_stdout
 from dataclasses import asdict
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 
 from shardlab import course
-from shardlab.cli.console import count, progress_bar, table_of
+from shardlab.cli.console import count, progress_bar, say, say_json, table_of
 
 SIGNS = {"passed": "+", "failed": "x", "blocked": "?"}  # in the grid; nothing for what was not handed in
 
@@ -46,7 +45,7 @@ def exercises(
         return
     rows = _marked(grade, known)
     if json:
-        typer.echo(json_text.dumps(rows, indent=2))
+        say_json(rows)
     elif csv:
         typer.echo(_points(rows).reset_index().to_csv(index=False), nl=False)
         _print_why(rows, Console(highlight=False, stderr=True))
@@ -60,9 +59,9 @@ def _print_list(exercises: "list[course.Exercise]", json: bool) -> None:
         for exercise in exercises
     ]
     if json:
-        typer.echo(json_text.dumps(rows, indent=2))
+        say_json(rows)
         return
-    _print(pd.DataFrame(rows).drop(columns="function"))
+    say(table_of(pd.DataFrame(rows).drop(columns="function"), "", 1))
     typer.echo(
         f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}; --sheet prints what is asked.\n"
         "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
@@ -107,7 +106,7 @@ def _print_marks(rows: list[dict[str, Any]]) -> None:
     grid = _points(rows, "verdict").replace(SIGNS)
     given = [name for name in grid.columns[:-1] if grid[name].ne("").any()]
     numbers = {name: str(number) for number, name in enumerate(given, 1)}
-    _print(grid[[*given, "points"]].rename(columns=numbers).reset_index())
+    say(table_of(grid[[*given, "points"]].rename(columns=numbers).reset_index(), "", 1))
     console = Console(highlight=False)
     console.print("".join(f"\n{number}  {name}" for name, number in numbers.items()))
     _print_why(rows, console)
@@ -127,7 +126,3 @@ def _print_why(rows: list[dict[str, Any]], console: Console) -> None:
         console.print(table_of(wrong.sort_values("student", kind="stable")[["student", "exercise", "reason"]], "", 1))
     passed, handed_in = int((marks["verdict"] == "passed").sum()), int(marks["handed_in"].sum())
     console.print(f"\n{passed} of {count(handed_in, 'solution')} passed.")
-
-
-def _print(table: pd.DataFrame) -> None:
-    Console(highlight=False).print(table_of(table, "", 1))

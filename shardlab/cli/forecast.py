@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import pandas as pd
 import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table, count, table_of
+from shardlab.cli.console import answer_table, count, say, say_json, table_of
 from shardlab.cli.counted_model import CountedModel
 from shardlab.cli.job_words import DOES_NOT_FIT, in_digits, memory_of, planned, rates, tell_all, verdict, would_do
 from shardlab.forecast.job import Job
@@ -160,9 +159,9 @@ def _tell_memory(model: CountedModel, job: Job, gpu: str, memory: float, *, json
         arguments = {name: value for name, value in asdict(job).items() if name not in ("hardware", "network")}
         found: dict[str, Any] = {"seconds": None, "rest_bytes": rest_bytes(job), "peak_bytes": peak_bytes(job)}
         found |= {"fits": verdict(peak_bytes(job), memory), "arguments": arguments}
-        typer.echo(json_text.dumps({**model.as_json(), **found}, indent=2))
+        say_json({**model.as_json(), **found})
         return
-    Console(highlight=False).print(answer_table([
+    say(answer_table([
         model.line, ("PLANNED", planned(job, gpu)), ("MEMORY", memory_of(job, memory)),
         ("TIME", f"not known: of {gpu} the memory is known and no speed; name a card, such as h100, or measure yours: "
                  "shardlab calibrate --device cuda, and then --gpu card.json"),
@@ -174,10 +173,9 @@ def _tell_forecast(model: CountedModel, job: Job, steps: Sequence[Step], *, json
     if json:
         told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
         told |= {**rates(job, found.seconds), "fits": verdict(found.peak_bytes, job.card.memory_bytes)}
-        typer.echo(json_text.dumps({**told, "arguments": asdict(job)}, indent=2))
+        say_json({**told, "arguments": asdict(job)})
         return
-    console = Console(highlight=False)
-    console.print(answer_table([
+    say(answer_table([
         model.line,
         ("PLANNED", planned(job, job.card.name)),
         ("TIME", time_of(job, found, miss.share)),
@@ -192,7 +190,7 @@ def _tell_forecast(model: CountedModel, job: Job, steps: Sequence[Step], *, json
     table = pd.DataFrame(
         {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
-    console.print(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+    say(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
 
 
 def said_of(miss: Miss) -> str:

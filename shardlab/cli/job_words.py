@@ -3,15 +3,12 @@
 ``shardlab forecast --strategy all`` says it of all strategies in one table.
 """
 
-import json as json_text
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
-import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table, count, table_of
+from shardlab.cli.console import answer_table, count, say, say_json, table_of
 from shardlab.cli.counted_model import CountedModel
 from shardlab.forecast.job import Job
 from shardlab.forecast.peak import logits_bytes, peak_bytes, rest_bytes
@@ -68,12 +65,12 @@ def in_seconds(row: Mapping[str, Any]) -> str:
     return said + (" *" if row["warnings"] else "  ")
 
 
-def print_marks(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+def say_marks(rows: Sequence[Mapping[str, Any]]) -> None:
     """Say what the mark and the ranges of a table mean, if it has any."""
     said = "".join(map(in_seconds, rows))
     for sign, meaning in {" *": MARK, " to ": RANGES}.items():
         if sign in said:
-            console.print(meaning)
+            say(meaning)
 
 
 def would_do(enough: Job | None) -> str:
@@ -102,11 +99,11 @@ def tell_all(
     """Memory and time of all strategies; memory alone, where the card's speed is not known."""
     rows = [_row(job, steps, memory) for job in jobs]
     if json:
-        typer.echo(json_text.dumps({**model.as_json(), "strategies": rows}, indent=2))
+        say_json({**model.as_json(), "strategies": rows})
         return
-    console, first = Console(highlight=False), jobs[0]
+    first = jobs[0]
     each = planned(first, gpu).replace(first.strategy, "each strategy", 1)
-    console.print(answer_table([model.line, ("PLANNED", each)]))
+    say(answer_table([model.line, ("PLANNED", each)]))
     forms = {
         "rest_bytes": ("at rest (GB)", 1e9), "peak_bytes": ("peak (GB)", 1e9), "seconds": ("step (s)", 1),
         "message_seconds": ("lost (s)", 1), "tokens_per_second": ("tokens/s", 1), "mfu": ("MFU (%)", 0.01),
@@ -117,14 +114,14 @@ def tell_all(
             shown[head] = [in_seconds(row) if name == "seconds" else in_digits(row[name] / divisor, 3) for row in rows]
     shown["fits"] = ["perhaps" if "unless" in row["fits"] else row["fits"].removeprefix("it ").partition(",")[0]
                      for row in rows]  # fmt: skip
-    console.print(table_of(shown, "", 2, right=[*dict(forms.values())]))
+    say(table_of(shown, "", 2, right=[*dict(forms.values())]))
     if first.assumed_gigabits and memory is None:
         least, most = first.assumed_gigabits
-        console.print(f"Links between hosts are not given: {most:g} to {least:g}Gb/s per GPU are assumed.")
-    print_marks(console, rows if memory is None else [])
+        say(f"Links between hosts are not given: {most:g} to {least:g}Gb/s per GPU are assumed.")
+    say_marks(rows if memory is None else [])
     miss = " --strategy fsdp says how far its forecast may miss." if memory is None else ""
     lost = " Lost: to messages." if memory is None else ""
-    console.print(f"At rest and at the peak: in tensors, of a GPU.{lost}{miss}")
+    say(f"At rest and at the peak: in tensors, of a GPU.{lost}{miss}")
 
 
 def _row(job: Job, steps: Sequence[Pair], memory: float | None) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, refuse_others, table_of
+from shardlab.cli.console import answer_table, count, in_units, names_in, progress_bar, refuse_others, say, table_of
 from shardlab.cli.counted_model import number_of_params
-from shardlab.cli.records import ROOMY, print_json
+from shardlab.cli.records import print_json
 from shardlab.cli.step_times import machine_for, with_forecasts
 from shardlab.partition.buckets import DEFAULT_BUCKET_BYTES
 from shardlab.planner.formulas import model_states, over_hosts, precision_named
@@ -181,7 +180,7 @@ def _of_workload(
     from shardlab.experiment.config import CompareConfig, takes
     from shardlab.experiment.planned.plan import plan_all, row_of, table_of, to_plan
     from shardlab.experiment.planned.run_plan import RunPlan
-    from shardlab.experiment.planned.stages_plan import stages_of
+    from shardlab.experiment.told.pipelined import stages_of
     from shardlab.experiment.trained.named_workload import workload_at  # here, because it imports torch
     from shardlab.experiment.trained.tensor import shown_plan
     from shardlab.plots.text import listing
@@ -240,17 +239,16 @@ def _tell(found: Found, ranks: int, gpu: Gpu | None, card: str, *, json: bool, o
     if json:
         print_json(found.rows, said, modules=found.layers, stages=found.stages, over_hosts=found.hosts)
         return
-    console = Console(highlight=False)
-    console.print(answer_table(said))
+    say(answer_table(said))
     if found.layers is not None:
-        console.print("\n[bold]How layers are divided[/]")
-        console.print(table_of(found.layers, "", 2))
+        say("\n[bold]How layers are divided[/]")
+        say(table_of(found.layers, "", 2))
     for (title, note), table in _tables(found, card).items():
-        console.print(f"\n[bold]{title}[/]")
-        console.print(table_of(table, "", 2 if console.width >= ROOMY else 0))
-        console.print(note, style="dim")
+        say(f"\n[bold]{title}[/]")
+        say(table_of(table, ""))
+        say(note, style="dim")
     if page is not None:
-        console.print(f"Page: {page}", soft_wrap=True)
+        say(f"Page: {page}", soft_wrap=True)
 
 
 def _tables(found: Found, card: str) -> dict[tuple[str, str], pd.DataFrame]:

@@ -1,6 +1,5 @@
 """``shardlab record``, and the commands on records that exist: ``report``, ``trace``, ``modules`` and ``diff``."""
 
-import json as json_text
 from collections.abc import Hashable, Iterable, Mapping
 from enum import StrEnum
 from math import inf
@@ -14,10 +13,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from shardlab import experiment  # whose names are imported when they are used: they need torch, which takes 1.5 s
-from shardlab.cli.console import answer_table, count, in_units, table_of
+from shardlab.cli.console import answer_table, count, in_units, say, say_json, table_of
 from shardlab.records.store import load_runs, run_directories
 
-ROOMY = 100  # columns of a terminal in which the table gets wider gaps
 DISPENSABLE = ("overlap", "max_loss_difference", "exposed_comm_ms")  # left out in a narrow terminal, in this order
 UNBOUNDED = 1000
 LOSSES_DIFFER = 1  # an exit code
@@ -161,7 +159,7 @@ def diff(
     else:
         _print_quantities(readable(table))
         for line in lines:
-            Console(highlight=False).print(line, soft_wrap=True)
+            say(line, soft_wrap=True)
     if not are_equal:
         raise typer.Exit(LOSSES_DIFFER)
 
@@ -171,16 +169,15 @@ def print_result(comparison: "experiment.Comparison", config: "experiment.Compar
     from shardlab.experiment.told.answer import answer
     from shardlab.experiment.told.verdicts import verdicts
 
-    console = Console(highlight=False)
-    console.print(answer_table(answer(comparison, config)))
-    table, left_out = _result_table(comparison, config, console)
-    console.print(table)
-    console.print(NOTE, style="dim")
+    say(answer_table(answer(comparison, config)))
+    table, left_out = _result_table(comparison, config)
+    say(table)
+    say(NOTE, style="dim")
     if left_out:
-        console.print(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
+        say(f"Left out for lack of width: {', '.join(left_out)}; the report has all columns.", style="dim")
     if said := verdicts(comparison):
-        console.print(*said)
-    console.print(f"Report: {report}", soft_wrap=True)
+        say(*said)
+    say(f"Report: {report}", soft_wrap=True)
 
 
 def _run(directory: Path, strategy: str | None) -> Path:
@@ -207,32 +204,28 @@ def _report_recorded(directory: Path, json: bool) -> None:
     if json:
         print_json(recorded.summary, said)
         return
-    console = Console(highlight=False)
-    console.print(answer_table(said))
+    say(answer_table(said))
     shown = readable_summary(recorded.summary, COLUMNS)
     upright = shown.T.reset_index().set_axis(["quantity", "value"], axis=1)
     texts = upright.assign(value=[column_text(shown[name])[0] for name in shown.columns])
-    console.print(table_of(texts, "", 2, right=("value",)))
-    console.print(caption(recorded), style="dim")
-    console.print(lead(recorded), soft_wrap=True)
-    console.print(f"Report: {path}", soft_wrap=True)
+    say(table_of(texts, "", 2, right=("value",)))
+    say(caption(recorded), style="dim")
+    say(lead(recorded), soft_wrap=True)
+    say(f"Report: {path}", soft_wrap=True)
 
 
-def _result_table(
-    comparison: "experiment.Comparison", config: "experiment.CompareConfig", console: Console
-) -> tuple[Table, list[str]]:
+def _result_table(comparison: "experiment.Comparison", config: "experiment.CompareConfig") -> tuple[Table, list[str]]:
     """The table, and the names of the columns that do not fit into the terminal."""
     from shardlab.experiment.told.summary import TERMINAL, readable_summary
 
     steps = int(comparison.summary["steps"].max())
     title = f"{config.title}, {count(config.ranks, 'rank')}, {count(steps, 'step')}"
-    gap = 2 if console.width >= ROOMY else 0  # besides the one space between columns
-    columns, left_out = dict(TERMINAL), list[str]()
+    console, columns, left_out = Console(), dict(TERMINAL), list[str]()
     for name in ("", *DISPENSABLE):
         if name:
             left_out.append(columns.pop(name)[0].replace("\n", " "))
         shown = readable_summary(comparison.summary, columns)
-        table = table_of(shown, title, gap)
+        table = table_of(shown, title)
         for strategy in comparison.failed:  # verdicts say why
             table.add_row(strategy, *["–"] * (len(shown.columns) - 1))
         if Measurement.get(console, console.options.update(max_width=UNBOUNDED), table).maximum <= console.width:
@@ -244,19 +237,16 @@ def _print_modules(held: pd.DataFrame, modules: set[str], title: str) -> None:
     """Without columns of zeros; what this rank holds nothing of is named."""
     from shardlab.plots.text import format_bytes
 
-    console = Console(highlight=False)
-    gap = 2 if console.width >= ROOMY else 0
-    console.print(table_of(in_units(held.reset_index(), OF_A_MODULE, {}, add_up=True), title, gap))
-    console.print(f"In all {format_bytes(held['bytes'].sum())}.")
+    say(table_of(in_units(held.reset_index(), OF_A_MODULE, {}, add_up=True), title))
+    say(f"In all {format_bytes(held['bytes'].sum())}.")
     if elsewhere := sorted(modules - set(held.index)):
-        console.print(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
+        say(f"This rank holds nothing of {', '.join(elsewhere)}: other ranks do.")
 
 
 def _print_quantities(readable: pd.DataFrame) -> None:
-    console = Console(highlight=False)
     for strategy, rows in readable.groupby("strategy", sort=False):
         texts = pd.DataFrame([_texts(row) for row in rows.to_dict("records")])
-        console.print(table_of(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
+        say(table_of(texts, str(strategy), 2, right=("first", "second", "difference", "ratio")))
 
 
 def _texts(row: Mapping[Hashable, Any]) -> dict[str, str]:
@@ -274,7 +264,7 @@ def print_json(table: pd.DataFrame, said: Iterable[tuple[str, str]] = (), **othe
     """Print rows as JSON, and with an answer that and ``others``; missing, infinite and NaN values are null."""
     rows, beside = _rows_of(table), {name: _rows_of(one) for name, one in others.items() if one is not None}
     found = {"answer": dict(said), "strategies": rows, **beside} if said else rows
-    typer.echo(json_text.dumps(found, indent=2, allow_nan=False))
+    say_json(found)
 
 
 def _rows_of(table: pd.DataFrame) -> list[dict[str, Any]]:

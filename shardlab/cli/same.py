@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table
+from shardlab.cli.console import answer_table, say, say_json
 
 DIFFERENT = 1  # an exit code, also where nothing can be said
 
@@ -55,9 +54,9 @@ def same(
         code = 0 if said is None or said.word == SAME else DIFFERENT
         if said is not None and json:
             rows = json_text.loads(said.table.to_json(orient="records"))
-            typer.echo(json_text.dumps({"answer": said.lines, "rows": rows}, indent=2))
+            say_json({"answer": said.lines, "rows": rows})
         elif said is not None:
-            Console(highlight=False).print(answer_table(said.lines))
+            say(answer_table(said.lines))
         if env is not None:  # the group that the script has left open may wait for others at exit
             sys.stdout.flush()
             os._exit(code)

@@ -1,16 +1,13 @@
 """``shardlab search``: all ways to train a transformer on so many GPUs, the fastest that fits first."""
 
-import json as json_text
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
-import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table, count, table_of
+from shardlab.cli.console import answer_table, count, say, say_json, table_of
 from shardlab.cli.counted_model import CountedModel
-from shardlab.cli.job_words import in_seconds, print_marks, rates, would_do
+from shardlab.cli.job_words import in_seconds, rates, say_marks, would_do
 from shardlab.forecast import search as ways
 from shardlab.forecast.job import Job
 from shardlab.forecast.predict import doubts_of, forecast_of
@@ -74,10 +71,9 @@ def _tell(
     if json:
         cards = None if enough is None else enough.data * enough.tensor
         told = {**model.as_json(), "cards_that_would_do": cards, "ways": rows.to_dict("records")}
-        typer.echo(json_text.dumps(told, indent=2))
+        say_json(told)
         return
-    console = Console(highlight=False)
-    console.print(answer_table([model.line, *_found(found, enough, steps)]))
+    say(answer_table([model.line, *_found(found, enough, steps)]))
     ranges = [vars(forecast_of(one.job, steps)) for one in found[:SHOWN]]
     shown = rows.head(SHOWN).assign(
         seconds=[*map(in_seconds, ranges)], peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
@@ -85,8 +81,8 @@ def _tell(
     ).drop(columns=["tokens_per_day", "fits", "is_tied", "warnings"])  # fmt: skip
     names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
              "why_not": "why not"}  # fmt: skip
-    console.print(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
-    print_marks(console, ranges)
+    say(table_of(shown.rename(columns=names), "", 2, right=["step (s)", "peak (GB)", "tokens/s", "MFU"]))
+    say_marks(ranges)
 
 
 def _found(found: Sequence[Found], enough: Job | None, steps: Sequence[Step]) -> Iterator[tuple[str, str]]:

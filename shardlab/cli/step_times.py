@@ -1,6 +1,5 @@
 """What the terminal says of a step's time on this machine: a workload's forecast, and what if."""
 
-import json as json_text
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -9,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import pandas as pd
 import typer
-from rich.console import Console
 
-from shardlab.cli.console import answer_table, progress_bar
+from shardlab.cli.console import answer_table, progress_bar, say, say_json
 from shardlab.forecast.machine import Machine
 from shardlab.installed import num_cores
 
@@ -124,10 +122,10 @@ def what_if(
         changes["batch"] = config.batch * ranks // config.ranks
     found = replayed(comparison.records, config, strategy, **changes)
     if json:
-        typer.echo(json_text.dumps({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced}))
+        say_json({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced})
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
     cores, devices = num_cores(), comparison.records.manifests[strategy]["devices"]
     if {*devices} == {"cpu"} and (ranks or 0) > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"
-    Console(highlight=False).print(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
+    say(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))

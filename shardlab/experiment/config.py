@@ -32,7 +32,7 @@ from shardlab.units import AUTO, WrapPolicy, parse_wrap, wrap_text, wrapped_modu
 from shardlab.vocabulary import MeshAxis, class_of, dtype_name
 
 from shardlab.experiment.trained.pipelined import (  # isort: skip
-    AND, MICRO_BATCHES_PER_RANK, Staged, check_pipe, runs_of, schedules_of, staged,
+    AND, MICRO_BATCHES_PER_RANK, Staged, check_pipe, schedules_of, staged,
 )  # fmt: skip
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -157,8 +157,11 @@ class CompareConfig(CompareOptions):
         if self.pipe > 1:
             if peer := next((one for one in self.strategies if one.startswith("torch_")), None):
                 raise ValueError(f"strategies: pipe makes no stages of torch's own {peer!r}; leave it out")
-            runs = runs_of(self.strategies, self.schedules, lambda one: getattr(STRATEGIES.get(one), "is_alone", False))
-            object.__setattr__(self, "strategies", runs)
+            runs: list[str] = []
+            for one in self.strategies:  # one process is trained without stages
+                is_run = self.inside(one) != one or getattr(STRATEGIES.get(one), "is_alone", False)
+                runs += [one] if is_run else [f"{one}{AND}{schedule}" for schedule in self.schedules]
+            object.__setattr__(self, "strategies", tuple(runs))
         if len(set(self.strategies)) != len(self.strategies):
             raise ValueError(f"strategies: {', '.join(self.strategies)} repeats one; name each once")
 
@@ -411,14 +414,6 @@ class CompareConfig(CompareOptions):
         """Capacity of a bucket."""
         return max(1, int(self.bucket_mib * 1024**2))
 
-    def bucket_bytes_of(self, strategy: str) -> int | None:
-        """Capacity of a strategy's buckets; None where it has none, or no size of them."""
-        strategy = self.inside(strategy)
-        own = self.own_strategies.get(strategy)
-        if own is None or self._takes_buckets(strategy):
-            return self.bucket_bytes if own is not None or takes("bucket_bytes")(strategy) else None
-        return getattr(own, "bucket_bytes", None)
-
     def alone(self, strategy: str, **changes: Any) -> "CompareConfig":
         """Of one run, without what its strategy has no use for, and with some fields changed."""
         unused = {name: getattr(CompareOptions, name) for name in ENGINE_FIELDS if not self._has_use(name, strategy)}
@@ -433,12 +428,8 @@ class CompareConfig(CompareOptions):
         own = self.own_strategies.get(strategy)
         if own is None:
             return takes(ENGINE_FIELDS[field])(strategy)
-        has_buckets = field == "bucket_mib" and self._takes_buckets(strategy)
+        has_buckets = field == "bucket_mib" and takes_buckets(own)
         return has_buckets or (field == "shard_group" and len(own.axes) == 2)
-
-    def _takes_buckets(self, strategy: str) -> bool:
-        """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""
-        return getattr(self.own_strategies.get(strategy), "bucket_bytes", None) == DEFAULT_BUCKET_BYTES
 
     def ranks_differ(self, strategy: str) -> bool:
         """Whether ranks hold parameters of their own, by design."""
@@ -474,6 +465,11 @@ class CompareConfig(CompareOptions):
 def takes(option: str) -> Callable[[str], bool]:
     """Whether a strategy takes an engine option."""
     return lambda strategy: strategy in STRATEGIES and option in engine_options(strategy)
+
+
+def takes_buckets(own: Any) -> bool:
+    """Whether a strategy of the reader's own has the default size of buckets, in whose place comes ours."""
+    return getattr(own, "bucket_bytes", None) == DEFAULT_BUCKET_BYTES
 
 
 def _largest_divisor(number: int) -> int:

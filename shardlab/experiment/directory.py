@@ -71,20 +71,16 @@ def claim(directory: Path, *, overwrite: bool = False, resume: str | None = None
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-class TakenError(ValueError):
-    """Another comparison has begun in the directory meanwhile."""
-
-
 def reserve(directory: Path) -> None:
     """Begin a comparison in its directory, which one process alone can.
 
     Raises:
-        TakenError: another has.
+        ValueError: another has, meanwhile.
     """
     try:
         (directory / "records").mkdir()
     except FileExistsError:
-        raise TakenError(f"out: {directory} holds {another(directory)}") from None
+        raise ValueError(f"out: {directory} holds {another(directory)}") from None
 
 
 def _foreign(directory: Path) -> Iterator[Path]:

@@ -167,15 +167,15 @@ _NUMBERS = (
 
 
 @cache
-def _lines() -> dict[str, dict[str, str]]:
+def _by_any_name() -> dict[str, Gpu]:
     with data_path("cards.csv").open(newline="") as file:
-        return {line["name"]: line for line in csv.DictReader(file)}
+        lines = list(csv.DictReader(file))
+    return {_joined(name): _card(line) for line in lines for name in (line["name"], *line["other_names"].split())}
 
 
-@cache
 def cards() -> dict[str, Gpu]:
     """The cards by name."""
-    return {name: _card(line) for name, line in _lines().items()}
+    return {card.name: card for card in _by_any_name().values()}
 
 
 def _card(line: Mapping[str, str]) -> Gpu:
@@ -199,9 +199,7 @@ def named(name: str) -> Gpu | None:
     """
     if name.endswith(".json"):
         return Gpu.read(name)
-    plain = _joined(name)
-    names = (own for own, line in _lines().items() if plain in map(_joined, (own, *line["other_names"].split())))
-    return next((cards()[own] for own in names), None)
+    return _by_any_name().get(_joined(name))
 
 
 def _joined(name: str) -> str:

@@ -69,7 +69,13 @@ def predicted_memory(
 
 def memory_table(run: str, held: Mapping[int, Mapping[Role, int]]) -> pd.DataFrame:
     """Table ``memory`` of what ranks hold at rest, by role."""
-    return MEMORY.frame([_row(run, rank, role, of_rank[role]) for rank, of_rank in held.items() for role in Role])
+    rows = [(rank, role, of_rank[role]) for rank, of_rank in held.items() for role in Role]
+    of_allocator = ("allocated_bytes", "rounding_bytes", "fragmented_bytes", "reserved_bytes", "resident_bytes")
+    table = pd.DataFrame(rows, columns=["rank", "role", "bytes"]).assign(
+        run=run, source="predicted", step=0, time_us=nan, phase=Phase.STEP, where="rest",
+        **dict.fromkeys(of_allocator),
+    )  # fmt: skip
+    return MEMORY.frame(table)
 
 
 def sent_bytes(model: PlannedModel, setup: Setup) -> float:
@@ -142,15 +148,6 @@ def _state_itemsize(kept: Optimizer, group: Group, setup: Setup) -> int:
     if setup.precision is None:
         return kept.values_per_element * group.itemsize
     return sum((setup.precision.momentum, setup.precision.variance)[: kept.values_per_element])
-
-
-def _row(run: str, rank: int, role: Role, num_bytes: int) -> dict[str, object]:
-    return {
-        "run": run, "source": "predicted", "rank": rank, "step": 0, "time_us": nan, "phase": Phase.STEP,
-        "where": "rest", "role": role, "bytes": num_bytes,
-        "allocated_bytes": None, "rounding_bytes": None, "fragmented_bytes": None, "reserved_bytes": None,
-        "resident_bytes": None,
-    }  # fmt: skip
 
 
 # The dim along which a parameter of the package's GPT is divided; all others are replicated.

@@ -39,9 +39,9 @@ def test_errors_name_text_with_path_and_sizes(tmp_path):
     empty.write_bytes(b"")
     short.write_bytes(b"x" * 128)
     for text, seq_len, words in (
-        (tmp_path / "missing", 8, rf"text: there is no file {tmp_path}/missing; give stdlib"),
-        (tmp_path, 8, rf"text: {tmp_path} is a directory; give stdlib"),
-        (empty, 8, rf"text: {empty} is empty"),
+        (tmp_path / "missing", 8, rf"text: {tmp_path}/missing cannot be read: No such file or directory; give stdlib"),
+        (tmp_path, 8, rf"text: {tmp_path} cannot be read: Is a directory; give stdlib"),
+        (empty, 8, rf"text: {empty} has 0 bytes; one sequence of seq_len=8"),
         (short, 128, rf"text: {short} has 128 bytes; .* seq_len=128 .* need 129"),
         (short, 0, "seq_len: 0 is below 1"),
     ):

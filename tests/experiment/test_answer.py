@@ -198,7 +198,7 @@ def test_what_has_no_room_for_a_row_does_not_fit():
     plans["rows_that_fit"] = 0
     assert answer_of_plan(plans, 4, 24e9)[0].text == (
         "of 24.0 GB, nothing fits with a row: fsdp leaves most, 9.00 GB, and one row keeps more. Checkpoint layers in "
-        "the model, or compute in 16 bits"
+        "the model, or compute in 16 bits; where logits are most of it, a chunked loss helps"
     )
 
 

@@ -11,9 +11,8 @@ from shardlab.engines.checkpoint.manifest import read_manifest
 from shardlab.experiment import CompareConfig, Workload, compare, what_if, write_report
 from shardlab.experiment.planned.forecast import forecast_step
 from shardlab.experiment.planned.plan import plan_all, to_plan
-from shardlab.experiment.planned.stages_plan import stages_of
 from shardlab.experiment.told.answer import answer
-from shardlab.experiment.told.pipelined import bubble_line, bubble_of, bubbles
+from shardlab.experiment.told.pipelined import bubble_line, bubble_of, bubbles, stages_of
 from shardlab.experiment.told.saved_runs import load_saved
 from shardlab.records.store import Records
 from shardlab.records.tables import MEMORY, SHARDS

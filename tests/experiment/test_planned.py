@@ -237,7 +237,7 @@ def test_the_dry_run_follows_the_forward_as_it_is_counted(model, called, unreach
     options = {"ranks": 3, "prefetch": prefetch, "accumulation": 2, "wrap": "blocks.*"}
     workload = Workload(model, Labelled(), labelled_loss)
     config = CompareConfig(workload=workload, strategies=("fsdp",), **options)
-    setup = setup_of(config, "fsdp", config.on_meta, ADAM)
+    setup = setup_of(config, "fsdp", config.on_meta, {name: ADAM for name, _ in config.on_meta.named_parameters()})
     counted = counted_collectives(described(config.on_meta), setup, Forward(tuple(called), tuple(unreached)))
     pd.testing.assert_frame_equal(plan_runs(config)["fsdp"].collectives, counted)
 

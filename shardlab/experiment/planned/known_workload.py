@@ -34,14 +34,12 @@ class FirstForward:
         unused: names of trainable parameters that it does not depend on.
         by_rows: which parameters it depends on is decided by its rows; then ``unused`` is empty, for what one batch
             leaves out another may use.
-        units_by_rows: whether they may also decide which units are called.
         called: where it needs values, names of units in the order of their calls; None where all of that is known
-            without values, or cannot be known.
+            without values, or cannot be known: ``by_rows`` it may then differ too.
     """
 
     unused: tuple[str, ...] = ()
     by_rows: bool = False
-    units_by_rows: bool = False
     called: tuple[str, ...] | None = None
 
 
@@ -151,7 +149,7 @@ def first_forward(config: CompareConfig, module: nn.Module, batch: Any) -> First
 def _tried_with_values(config: CompareConfig, module: nn.Module, batch: Any) -> FirstForward:
     """Try a loss that depends on values: with the first batch, and with one row of it, which may use less."""
     if sum(param.numel() for param in module.parameters()) > MAX_NUMEL:
-        return FirstForward(by_rows=True, units_by_rows=True)  # there may be no memory for its values
+        return FirstForward(by_rows=True)  # there may be no memory for its values
     workload = config.trained.apart("model")
     try:
         values = workload.made(workload.build(config.seed), torch.device("cpu"), config.seed)
@@ -165,7 +163,7 @@ def _tried_with_values(config: CompareConfig, module: nn.Module, batch: Any) -> 
     if (unused, unused_alone) == ((), ()) and called == called_alone:
         return FirstForward(called=called)  # which rows there are makes no difference
     is_known = called == called_alone and set(called) == set(wrapped_modules(values, config.wrap_policy))
-    return FirstForward(by_rows=True, units_by_rows=not is_known, called=called if is_known else None)
+    return FirstForward(by_rows=True, called=called if is_known else None)
 
 
 def _tried(config: CompareConfig, module: nn.Module, batch: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

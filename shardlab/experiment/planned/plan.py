@@ -23,7 +23,7 @@ from shardlab.analysis.held_bytes import by_column
 from shardlab.dry.messages import DryRun
 from shardlab.engines import Strategy
 from shardlab.engines.precision import parse_precision
-from shardlab.experiment.config import CompareConfig, takes
+from shardlab.experiment.config import CompareConfig, takes, takes_buckets
 from shardlab.experiment.planned.dry_run import Held, KnownShapes, dry_step, memory_of
 from shardlab.experiment.planned.known_workload import PlannedWorkload, divided_module
 from shardlab.experiment.trained.workload import Workload
@@ -141,7 +141,8 @@ class _Plans:
     def _run(self, strategy: str, made: Strategy) -> tuple[DryRun[Held] | None, str]:
         """The step without values; or why there is none."""
         config, forward = self._config, self._known.forward
-        if made.by_unit and forward.units_by_rows and prod(config.mesh_axes(strategy).values()) > 1:
+        decide_on_units = forward.by_rows and forward.called is None
+        if decide_on_units and made.by_unit and prod(config.mesh_axes(strategy).values()) > 1:
             return None, BY_ROWS
         try:
             return dry_step(config, strategy, self._known, self._shapes), ""
@@ -158,46 +159,33 @@ def _of_stages(run: str, of_place: list[pd.DataFrame]) -> pd.DataFrame:
     return MEMORY.frame(pd.concat(ranked, ignore_index=True))
 
 
-def setup_of(
-    config: CompareConfig, strategy: str, module: nn.Module, optimizer: Optimizer | Mapping[str, Optimizer]
-) -> Setup:
+def setup_of(config: CompareConfig, strategy: str, module: nn.Module, optimizer: Mapping[str, Optimizer]) -> Setup:
     """The planner's description of a strategy as ``compare`` runs it.
 
     Args:
         config: the options.
         strategy: a name.
         module: whose structure gives the units.
-        optimizer: what it keeps for every parameter, or by name.
+        optimizer: what it keeps, by parameter.
     """
-    strategy = config.inside(strategy)
-    options: dict[str, Any] = {"num_ranks": 1 if config.is_alone(strategy) else config.data_ranks}
-    if takes("precision")(strategy):
-        precision = parse_precision(config.precision)
-        options |= {
-            "compute_dtype": _name(precision.compute), "reduce_dtype": _name(precision.reduce_dtype),
-            "scales_loss": config.scales_loss(strategy),
-        }  # fmt: skip
-    if takes("wrap")(strategy):
-        options |= {
-            "units": units_of(module, config.wrap_policy), "layout": config.layout, "sharding": config.sharding,
-            "prefetch": config.prefetch, "offload": config.offload, "replicate_below": config.replicate_below,
-            "shard_group_size": config.shards if config.sharding == "hybrid_shard" else None,
-        }  # fmt: skip
+    strategy, precision = config.inside(strategy), parse_precision(config.precision)
     if place(config.ranks, config.device).device_type == "cuda":
-        optimizer = _without_counters(optimizer)  # torch keeps them in host memory
+        # Torch keeps them in host memory.
+        optimizer = {name: _without_counters(kept) for name, kept in optimizer.items()}
+    # What a strategy does not take of all this is ignored.
     return Setup(
-        strategy, bucket_bytes=config.bucket_bytes, partition=config.partition, micro_batches=config.accumulation,
-        clip=config.clip is not None, broadcast_buffers=config.broadcast_buffers, optimizer=optimizer, **options,
+        strategy, 1 if config.is_alone(strategy) else config.data_ranks, bucket_bytes=config.bucket_bytes,
+        partition=config.partition, units=units_of(module, config.wrap_policy), layout=config.layout,
+        sharding=config.sharding, replicate_below=config.replicate_below, offload=config.offload,
+        shard_group_size=config.shards if config.has_two_axes(strategy) else None,
+        prefetch=config.prefetch, micro_batches=config.accumulation, clip=config.clip is not None,
+        scales_loss=config.scales_loss(strategy), broadcast_buffers=config.broadcast_buffers, optimizer=optimizer,
+        compute_dtype=_name(precision.compute), reduce_dtype=_name(precision.reduce_dtype),
     )  # fmt: skip
 
 
-def _without_counters(optimizer: Optimizer | Mapping[str, Optimizer]) -> Optimizer | Mapping[str, Optimizer]:
-    def without(kept: Optimizer) -> Optimizer:
-        return replace(kept, counter_bytes=0, from_start=kept.from_start and without(kept.from_start))
-
-    if isinstance(optimizer, Optimizer):
-        return without(optimizer)
-    return {name: without(kept) for name, kept in optimizer.items()}
+def _without_counters(kept: Optimizer) -> Optimizer:
+    return replace(kept, counter_bytes=0, from_start=kept.from_start and _without_counters(kept.from_start))
 
 
 def _name(dtype: torch.dtype | None) -> str | None:
@@ -241,8 +229,7 @@ def to_plan(
 ) -> CompareConfig:
     """A step of it, with the engines' buckets."""
     chosen: Any = (strategies,) if isinstance(strategies, str | Strategy) else tuple(strategies)
-    sizes = [getattr(one, "bucket_bytes", None) == DEFAULT_BUCKET_BYTES for one in chosen]
-    if any(sizes) or any(map(takes("bucket_bytes"), chosen)):  # else the option would be refused
+    if any(takes_buckets(one) or takes("bucket_bytes")(one) for one in chosen):  # else the option would be refused
         options = {"bucket_mib": DEFAULT_BUCKET_BYTES / 2**20, **options}
     return CompareConfig(workload=workload, ranks=ranks, strategies=chosen, **{"steps": 1, **options})
 

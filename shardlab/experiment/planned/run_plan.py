@@ -12,16 +12,14 @@ and a type but no numbers. So a model of 7 billion parameters takes seconds on a
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from shardlab.comm.trees import cast_floating, map_tensors, tensors_in
-from shardlab.engines.autograd_nodes import nodes_below
+from shardlab.comm.trees import cast_floating, map_tensors
 from shardlab.engines.precision import Precision, parse_precision
 from shardlab.experiment.planned.plan import Plan, plan_all, row_of, table_of, to_plan
 from shardlab.experiment.trained.batches import batches_of, divide, rows_of
@@ -50,17 +48,13 @@ class RunPlan:
     """The plan of each strategy, and what autograd keeps; what it means depends on the GPU.
 
     Attributes:
-        ranks: number of ranks, a GPU each.
         plans: by strategy.
         kept: by strategy, bytes that autograd keeps for backward, by number of rows; None where it is not counted:
             of divided layers, and if what the model computes depends on values.
-        logits_share: by strategy, how much of that is logits, 0 to 1.
     """
 
-    ranks: int
     plans: Mapping[str, Plan]
     kept: Mapping[str, Mapping[int, int] | None]
-    logits_share: Mapping[str, float]
 
     @classmethod
     def of(
@@ -85,8 +79,7 @@ class RunPlan:
         alone = {name for name, row in ROWS.items() if row.alone}
         whole = {name: plan.precision for name, plan in plans.items() if options.get("tp", 1) == 1 or name in alone}
         found = {precision: _kept_if_known(known, precision) for precision in dict.fromkeys(whole.values())}
-        kept = {name: found[whole[name]][0] if name in whole else None for name in plans}
-        return cls(ranks, plans, kept, {name: found[precision][1] for name, precision in whole.items()})
+        return cls(plans, {name: found[whole[name]] if name in whole else None for name in plans})
 
     def on(self, gpu: Gpu | str) -> pd.DataFrame:
         """The table of ``plan``, and what it means for a GPU.
@@ -97,9 +90,9 @@ class RunPlan:
         Returns:
             The columns of ``plan`` and, per rank: ``gathered_bytes`` (at one moment of a step, on top of what is at
             rest; missing where messages are), ``left_bytes`` (of the GPU's memory, where nothing is that is offloaded;
-            below zero where the model states do not fit), ``row_bytes`` (that autograd keeps for a further row),
-            ``rows_that_fit`` (in a micro-batch) and ``logits_share`` (of what a row keeps), all missing where ``kept``
-            is None, and ``sending_ms`` (all messages of a step, one after another), missing without a link.
+            below zero where the model states do not fit), ``row_bytes`` (that autograd keeps for a further row) and
+            ``rows_that_fit`` (in a micro-batch), both missing where ``kept`` is None, and ``sending_ms`` (all messages
+            of a step, one after another), missing without a link.
 
         Raises:
             ValueError: the GPU is not understood.
@@ -107,7 +100,7 @@ class RunPlan:
         gpu = Gpu.parse(gpu) if isinstance(gpu, str) else gpu
         whole = dict.fromkeys(("gathered_bytes", "row_bytes", "rows_that_fit"), "Int64")
         table = table_of([self._row(strategy, gpu) for strategy in self.plans])
-        return table.astype({**whole, "sending_ms": "float64", "logits_share": "float64"})
+        return table.astype({**whole, "sending_ms": "float64"})
 
     def _row(self, strategy: str, gpu: Gpu) -> dict[str, Any]:
         planned, kept = self.plans[strategy], self.kept[strategy]
@@ -119,7 +112,6 @@ class RunPlan:
             **row_of(strategy, planned), "gathered_bytes": planned.gathered_bytes, "left_bytes": int(left),
             "row_bytes": None if kept is None else _bytes_of_a_row(kept),
             "rows_that_fit": None if kept is None else rows_that_fit(left, kept),
-            "logits_share": self.logits_share.get(strategy),
             "sending_ms": None if sent is None or link is None else sending_us(sent, link) / 1e3,
         }  # fmt: skip
 
@@ -140,14 +132,7 @@ def kept_for_backward(workload: Workload, rows: int, precision: str = "full") ->
     """
     if rows < 1:
         raise ValueError(f"rows: {rows} is given; it must be 1 or more")
-    return _kept(workload, {rows: _batch(workload, rows)}, precision)[rows].num_bytes
-
-
-class _Kept(NamedTuple):
-    """Bytes, and those of logits: of a loss with a softmax, what has as many elements as the model's largest output."""
-
-    num_bytes: int
-    logits_bytes: int
+    return _kept(workload, {rows: _batch(workload, rows)}, precision)[rows]
 
 
 def _bytes_of_a_row(kept: Mapping[int, int]) -> int:
@@ -155,19 +140,14 @@ def _bytes_of_a_row(kept: Mapping[int, int]) -> int:
     return (more - less) // (several - fewer)
 
 
-def _kept_if_known(workload: Workload, precision: str) -> tuple[dict[int, int] | None, float]:
-    """Of one row, and of a batch of several; where the data's batches have one, all that is kept counts as its.
-
-    Beside it, which share of that is logits.
-    """
+def _kept_if_known(workload: Workload, precision: str) -> dict[int, int] | None:
+    """Of one row, and of a batch of several; where the data's batches have one, all that is kept counts as its."""
     several = _first_batch(workload, COUNTED_ROWS)
     try:
-        found = _kept(workload, {1: _batch(workload, 1), rows_of(several): several}, precision)
-        share = found[1].logits_bytes / max(1, found[1].num_bytes)
-        kept = {rows: one.num_bytes for rows, one in found.items()}
-        return kept if len(kept) > 1 else {0: 0, **kept}, share
+        kept = _kept(workload, {1: _batch(workload, 1), rows_of(several): several}, precision)
     except DependsOnValuesError:
-        return None, nan
+        return None
+    return kept if len(kept) > 1 else {0: 0, **kept}
 
 
 def _batch(workload: Workload, rows: int) -> Any:
@@ -183,7 +163,7 @@ def _first_batch(workload: Workload, rows: int) -> Any:
     return next(batches_of(workload, 0, 1, 0, rows)).batch
 
 
-def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dict[int, _Kept]:
+def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dict[int, int]:
     """For each number of rows; the model is made once."""
     casts, module = parse_precision(precision), workload.on_meta()
     # What goes into the module and what comes out of it is cast, as an engine of this precision does.
@@ -205,16 +185,10 @@ def _kept(workload: Workload, batches: Mapping[int, Any], precision: str) -> dic
             ) from error
 
 
-def _kept_of(workload: Workload, module: nn.Module, batch: Any) -> _Kept:
-    sizes = [1]
-    hook = module.register_forward_hook(lambda *given: sizes.extend(one.numel() for one in tensors_in(given[-1])))
+def _kept_of(workload: Workload, module: nn.Module, batch: Any) -> int:
     with seeded(0), saved_for_backward(module) as saved:
-        loss = workload.loss_on()(module, batch)
-    hook.remove()
-    held = [(tensor.numel(), tensor.untyped_storage().nbytes()) for tensor in saved]
-    are_logits = any("LogSoftmax" in node.name() for node in nodes_below(loss.grad_fn))
-    logits_bytes = sum(size for numel, size in held if numel == max(sizes)) if are_logits else 0
-    return _Kept(sum(size for _, size in held), logits_bytes)
+        workload.loss_on()(module, batch)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved)
 
 
 def _take_numbers_from(module: nn.Module, casts: Precision) -> None:

@@ -30,7 +30,6 @@ def manifest_of(config: CompareConfig, strategy: str, pool: RankPool) -> dict[st
         "devices": pool.placement.devices, "backend": pool.placement.backend, "config": config.as_dict(strategy),
         "workload": description(config), "padding_bytes": 0, "recorder_share": None, "not_finite": {},
         "disagreement": "", "drew_random_numbers": False, "ranks_differ": config.ranks_differ(strategy),
-        "bucket_bytes": config.bucket_bytes_of(strategy),
         "schedule": None if (staged := config.staged_of(strategy)) is None else staged.schedule.to_csv(),
     }  # fmt: skip
 

@@ -20,15 +20,15 @@ from shardlab.comm.rank_life import observing_new
 from shardlab.comm.signed_messages import all_gather_bytes
 from shardlab.comm.trees import map_tensors, tensors_in
 from shardlab.engines import AnyEngine, Engine, OptimizerFn, Strategy, build_engine, engine_options
-from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.config import CompareConfig, takes_buckets
 from shardlab.experiment.directory import checkpoint_directory, same_options
 from shardlab.experiment.run.pipeline_step import PipelineStep
 from shardlab.experiment.run.rank_checks import FiniteCheck, FirstLoss, WatchedLoss, counts_of, sums_of
 from shardlab.experiment.run.shard_rows import shard_rows
-from shardlab.experiment.run.train_step import LossFn, StepResult, TrainStep
+from shardlab.experiment.run.train_step import StepResult, TrainStep
 from shardlab.experiment.trained.batches import NUM_BATCHES, Share, batches_of, first_other, size_of
 from shardlab.experiment.trained.tensor import divided, loss_of
-from shardlab.experiment.trained.workload import seeded
+from shardlab.experiment.trained.workload import LossFn, seeded
 from shardlab.installed import num_cores
 from shardlab.launch import current
 from shardlab.optimizers.grad_scaler import GradScaler
@@ -54,29 +54,30 @@ class Progress:
     loss: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankReport:
-    """What a rank returns at the end of its run.
+    """What a rank has seen of its run so far, and returns at its end.
 
     Attributes:
         recorder_share: time of recording over time of the steps, see ``Recorder.cost_share``.
         padding_bytes: bytes of padding in one copy of the parameters.
         not_finite: the first step in which a number of this rank's own rows was inf or NaN, by what it was.
         did: what the rank had called, and its parameters' checksum, after some of the steps.
-        drew: whether a step drew random numbers, as dropout does.
+        drew: whether a step drew random numbers, as dropout does. Data do not count: they draw apart from training, see
+            ``batches``.
         autocast: in which dtype the model was asked to compute by an autocast that is none of the strategy's; or empty.
-        batches: checksums of the first ones, see ``batches``.
+        batches: checksums of the first ones, see ``batches``; of those that were passed over too.
         other_batch: the first of them that is not what the checkpoint it went on from was trained on; None if all are.
         buffers: checksums after the first steps, and after some of the later ones, see ``rank_checks``.
         first: of its first micro-batch.
         has_loss: whether it computes the loss, as the ranks of a pipeline's last stage do.
     """
 
-    recorder_share: float
-    padding_bytes: int
-    not_finite: dict[str, int]
-    did: dict[int, Did]
-    drew: bool
+    recorder_share: float = 0.0
+    padding_bytes: int = 0
+    not_finite: dict[str, int] = field(default_factory=dict)
+    did: dict[int, Did] = field(default_factory=dict)
+    drew: bool = False
     autocast: str = ""
     batches: list[int] = field(default_factory=list)
     other_batch: int | None = None
@@ -98,15 +99,10 @@ class RankRun:
     def __init__(
         self, config: CompareConfig, engine: AnyEngine, recorder: Recorder, pipeline: Pipeline | None = None
     ) -> None:
-        self.engine, self.recorder, self.has_loss = engine, recorder, pipeline is None or pipeline.has_loss
+        self.engine, self.recorder = engine, recorder
+        self.report = RankReport(has_loss=pipeline is None or pipeline.has_loss)
         self.shards: list[Row] = []
         """Who held what when memory was last read: after a step, while gradients were still there."""
-        self.autocast = ""
-        """The dtype of an autocast around the model, or in it, that is none of the strategy's; or empty."""
-        self.drew = False
-        """Whether a step drew random numbers. Data do not count: they draw apart from training, see ``batches``."""
-        self.batches: list[int] = []  # those that were passed over too
-        self.other_batch: int | None = None
         self._first_counts, self._first_weight = dict[str, float](), 1.0
         self._config, workload = config, config.trained
         self.shares = self.batches_anew()
@@ -132,7 +128,7 @@ class RankRun:
     def look_at_autocast(self, *_: Any) -> None:
         """To be called where the model computes."""
         if torch.is_autocast_enabled(device := self.engine.mesh.device.type):
-            self.autocast = dtype_name(torch.get_autocast_dtype(device))
+            self.report.autocast = dtype_name(torch.get_autocast_dtype(device))
 
     def batches_anew(self) -> Iterator[Share]:
         """The rank's batches from the first on."""
@@ -147,7 +143,7 @@ class RankRun:
     def save(self, directory: Path) -> None:
         """Write a checkpoint; collective."""
         extra = same_options(self._config, self._config.resumed_rows)
-        self.engine.save(directory, extra={**extra, self._whose_batches: self.batches}, **self._objects)
+        self.engine.save(directory, extra={**extra, self._whose_batches: self.report.batches}, **self._objects)
 
     def resume(self, directory: Path) -> int:
         """Resume from a checkpoint and skip the batches that it was trained on; collective.
@@ -160,7 +156,7 @@ class RankRun:
         self.pass_over(self.engine.num_steps)
         # Of rank 0, which has written them; another rank may have had other rows.
         if self.engine.data_rank == 0:
-            self.other_batch = first_other(extra.get(self._whose_batches, []), self.batches)
+            self.report.other_batch = first_other(extra.get(self._whose_batches, []), self.report.batches)
         return self.engine.num_steps
 
     def pass_over(self, steps: int) -> None:
@@ -175,7 +171,7 @@ class RankRun:
 
     def _next_share(self) -> Share:
         share = next(self.shares)
-        self.batches += [] if share.checksum is None else [share.checksum]
+        self.report.batches += [] if share.checksum is None else [share.checksum]
         return share
 
     @property
@@ -197,7 +193,7 @@ class RankRun:
         before = _random_states(self.engine.mesh.device)
         with self.recorder.step(step, trace_memory=bool(trace_memory)):
             result, num_tokens = self._train(may_trace=trace_memory is not False)
-        self.drew |= _random_states(self.engine.mesh.device) != before
+        self.report.drew |= _random_states(self.engine.mesh.device) != before
         self.finite.ended(step, result.own_loss)
         self.recorder.finish_step(result.loss, result.grad_norm, result.learning_rate, num_tokens)
         return result
@@ -310,7 +306,7 @@ def run_strategy(
         first = 0 if config.resume is None else run.resume(checkpoint_directory(Path(config.resume), strategy))
         # Not the first step or two, in which optimizer state is still being allocated.
         traced = min(first + 2, config.steps - 1)
-        known, buffers = dict[int, Did](), dict[int, dict[str, int]]()
+        report = run.report
         for step in range(first, config.steps):
             before = num_sent_by_torch()
             # Not in the traced step, whose peak is that of training; in a timed one only where there are others.
@@ -320,19 +316,17 @@ def run_strategy(
             if config.inside(strategy) in config.own_strategies and num_sent_by_torch() != before:
                 raise ValueError(f"strategies: {strategy!r} {PAST}")
             if sampled_at_rest(step) or step == config.steps - 1:
-                known[step] = did(run.engine)
-            if step in known or step - first < NUM_BATCHES:
-                buffers[step] = sums_of(run.engine.module)
+                report.did[step] = did(run.engine)
+            if step in report.did or step - first < NUM_BATCHES:
+                report.buffers[step] = sums_of(run.engine.module)
             if rank == 0:
                 current().emit(Progress(strategy, step, result.loss))
             if config.save_every and ((step + 1) % config.save_every == 0 or step + 1 == config.steps):
                 run.save(checkpoint_directory(directory.parents[1], strategy))
         run.recorder.write_shards(run.shards)
-        padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
-        return RankReport(
-            run.recorder.cost_share, padding_bytes, run.finite.lost, known, run.drew, run.autocast, run.batches,
-            run.other_batch, buffers, run.first, run.has_loss,
-        )  # fmt: skip
+        report.padding_bytes = sum(one.layout.padding_numel * one.element_size for one in run.engine.divisions())
+        report.recorder_share, report.not_finite, report.first = run.recorder.cost_share, run.finite.lost, run.first
+        return report
 
 
 class _OverTheLink(Observer):
@@ -400,8 +394,8 @@ def _own(config: CompareConfig, strategy: str) -> Strategy | None:
     if strategy not in config.own_strategies:
         return None
     own = deepcopy(config.own_strategies[strategy])  # in this process the reader has this one, and plans train others
-    if (capacity := config.bucket_bytes_of(strategy)) is not None:
-        vars(own)["bucket_bytes"] = capacity
+    if takes_buckets(own):
+        vars(own)["bucket_bytes"] = config.bucket_bytes
     return own
 
 

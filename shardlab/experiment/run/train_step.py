@@ -1,7 +1,6 @@
 """The training step, the same for every strategy."""
 
 import contextlib
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor
 
 from shardlab.engines import AnyEngine
-from shardlab.experiment.trained.workload import InPlaceOf
+from shardlab.experiment.trained.workload import InPlaceOf, LossFn
 from shardlab.optimizers.grad_scaler import GradScaler
 from shardlab.vocabulary import Phase, SpanKind
-
-LossFn = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ import pandas as pd
 from shardlab.analysis.rows import step_lengths
 from shardlab.engines import STRATEGIES
 from shardlab.experiment.config import SEQUENCES_PER_RANK, CompareConfig
-from shardlab.experiment.planned.stages_plan import idle_line
 from shardlab.experiment.told import verdicts
 from shardlab.experiment.told.losses import alone_verdict, data_are_lost, dead_verdict, norms_apart, trained_on_others
-from shardlab.experiment.told.pipelined import bubble_line
+from shardlab.experiment.told.pipelined import bubble_line, idle_line
 from shardlab.experiment.told.saved_runs import Comparison, config_of
 from shardlab.experiment.told.step_reasons import Reasons, why
 from shardlab.experiment.trained.pipelined import MICRO_BATCHES_PER_RANK
@@ -39,9 +38,10 @@ ROLES = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimi
 ALIKE = 0.01  # relative: what differs by less is said to be the same
 FEWEST_STEPS = 4  # of which quartiles say something
 _KEPT = (
-    "accumulation", "text", "seq_len", "dtype", "learning_rate", "clip", "partition", "sharding", "layout", "precision",
-    "offload", "broadcast_buffers", "sequence_parallel", "link", "transport", "seed", "bucket_mib", "wrap", "prefetch",
-    "replicate_below",
+    "model", "workload", "ranks", "batch", "pipe", "tp", "strategies", "accumulation", "text", "seq_len", "dtype",
+    "learning_rate", "clip", "partition", "sharding", "layout", "precision", "offload", "broadcast_buffers",
+    "sequence_parallel", "link", "transport", "seed", "bucket_mib", "wrap", "prefetch", "replicate_below", "begins",
+    "schedule", "micro_batches",
 )  # fmt: skip
 _FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
 
@@ -319,7 +319,7 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         if len(table) == 1 or not ranks_differ(comparison.records):
             yield "losses not compared: one strategy ran"
     elif dead := dead_verdict(comparison):
-        yield dead.partition(". ")[0][0].lower() + dead.partition(". ")[0][1:]
+        yield dead
     elif not comparison.losses_equal and trained_on_others(comparison.records.manifests):
         yield "losses NOT compared: the data differ, see below"
     else:
@@ -356,75 +356,77 @@ def following(config: CompareConfig, ran: set[str], *, has_failed: bool, doubt: 
         doubt: why times are uncertain, if they are.
         place: of the workload, if it is known.
     """
-    named = "" if config.model == CompareConfig.model else f" --model {config.model}"
-    of = named if config.workload is None else f" --workload {quote(place or 'FILE.py:NAME')}"
-    stages = {config.inside(name): None for name in config.strategies}  # each may be trained under several schedules
-    kept = f" --pipe {config.pipe}" if config.pipe > 1 else ""
-    kept += f" --tp {config.tp}" if config.tp > 1 else ""
-    if config.pipe > 1 and not stages.keys() <= {REFERENCE, "ddp"}:
-        kept += f" --strategies {','.join(stages)}"
-    for name in _KEPT[config.pipe > 1 :]:
-        if (value := getattr(config, name)) != getattr(CompareConfig, name) and not (has_failed and name == "clip"):
-            said = wrap_text(value) if name == "wrap" else str(value)
-            kept += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(said)}")
-    sized = f"{of}{'' if config.ranks == CompareConfig.ranks else f' --ranks {config.ranks}'}"
-    again = f"{sized}{_rows(config, config.data_ranks)}{kept}{_stages(config)}"
+    again = _options(config, place)
     if has_failed:
-        return f"shardlab compare{again} --clip {(config.clip or 10) / 10:g}, or a lower learning rate"
+        return f"{_command(again | {'clip': None})} --clip {(config.clip or 10) / 10:g}, or a lower learning rate"
     if doubt:
         if not {config.inside(name) for name in config.strategies} <= STRATEGIES.keys():  # the reader's own, in Python
             return "the same with steps=50, and nothing beside it: so that times count"
         is_default = config.strategies == CompareConfig.strategies or config.pipe > 1
         chosen = "" if is_default else f" --strategies {','.join(config.strategies)}"
-        halves = (
-            config.ranks > 2 and config.pipe == config.tp == 1 and not any(map(config.has_two_axes, config.strategies))
-        )
         half = max(2, config.ranks // 2)
-        fewer = f"{of} --ranks {half}{_rows(config, half)}{kept}" if halves else f"{again} --steps 50"
-        return f"shardlab compare{fewer}{chosen}, with nothing beside it: so that times count"
+        fewer = _command(again | {"ranks": half, "batch": _batch(config, half)})
+        if config.ranks == 2 or config.pipe * config.tp > 1 or any(map(config.has_two_axes, config.strategies)):
+            fewer = f"{_command(again)} --steps 50"
+        return f"{fewer}{chosen}, with nothing beside it: so that times count"
     if config.pipe > 1:
-        return f"shardlab compare{sized}{kept}{_smaller_bubble(config)}"
+        changed, why = _smaller_bubble(config)
+        same = {name: value for name, value in again.items() if name not in changed}
+        return f"{_command(same | changed)}: {why}"
     if "fsdp" not in ran:
-        return f"shardlab compare{again} --strategies zero1,zero3,fsdp: what sharded parameters cost"
+        return f"{_command(again)} --strategies zero1,zero3,fsdp: what sharded parameters cost"
     if config.link is None:
-        return f"shardlab compare{again} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
-    return f"shardlab plan{of or ' --params 7B'} --gpu h100 --ranks 8: what it holds on cards"
+        return f"{_command(again)} --strategies bucketed,zero3,fsdp --link 10Gbps,50us: what a slow link changes"
+    of = " --params 7B" if config.workload is None else f" --workload {quote(again['workload'])}"
+    return f"shardlab plan{of} --gpu h100 --ranks 8: what it holds on cards"
 
 
-def _rows(config: CompareConfig, data_ranks: int) -> str:
+def _options(config: CompareConfig, place: str | None) -> dict[str, Any]:
+    """The options of a comparison that are not their defaults, by name."""
+    inside = {config.inside(name): None for name in config.strategies}  # each may be trained under several schedules
+    found = {name: getattr(config, name) for name in _KEPT} | {
+        "workload": None if config.workload is None else place or "FILE.py:NAME",
+        "batch": _batch(config, config.data_ranks),
+        "strategies": tuple(inside) if config.pipe > 1 and not inside.keys() <= {REFERENCE, "ddp"} else None,
+    }
+    if config.pipe > 1:
+        found["accumulation"] = None  # micro_batches says it
+    if config.accumulation == MICRO_BATCHES_PER_RANK * config.pipe:
+        found["micro_batches"] = None
+    return {name: value for name, value in found.items() if value not in (None, getattr(CompareConfig, name))}
+
+
+def _command(options: Mapping[str, Any]) -> str:
+    """``shardlab compare`` with the options that are not None."""
+    said = "shardlab compare"
+    for name, value in options.items():
+        if value is not None:
+            text = wrap_text(value) if name == "wrap" else ",".join(value) if isinstance(value, tuple) else str(value)
+            said += f" --{name.replace('_', '-')}" + ("" if value is True else f" {quote(text)}")
+    return said
+
+
+def _batch(config: CompareConfig, data_ranks: int) -> int | None:
     """The batch, where it is none that follows from the number of ranks, and these divide it."""
-    parts, usual = data_ranks * config.accumulation, SEQUENCES_PER_RANK * config.data_ranks * config.accumulation
-    return "" if config.batch in (None, usual) or (config.batch or 0) % parts else f" --batch {config.batch}"
+    usual = SEQUENCES_PER_RANK * config.data_ranks * config.accumulation
+    return None if config.batch in (None, usual) or config.batch % (data_ranks * config.accumulation) else config.batch
 
 
-def _stages(config: CompareConfig) -> str:
-    """Where stages begin, the list of actions and the number of micro-batches, where they were chosen."""
-    if config.pipe == 1:
-        return ""
-    said = _begins(config)
-    said += "" if config.schedule == CompareConfig.schedule else f" --schedule {quote(','.join(config.schedule))}"
-    usual = MICRO_BATCHES_PER_RANK * config.pipe
-    return said + ("" if config.accumulation == usual else f" --micro-batches {config.accumulation}")
-
-
-def _begins(config: CompareConfig) -> str:
-    return f" --begins {quote(','.join(config.begins))}" if config.begins else ""
-
-
-def _smaller_bubble(config: CompareConfig) -> str:
-    """The options, and what they are for: the same rows in twice as many micro-batches, if they divide."""
+def _smaller_bubble(config: CompareConfig) -> tuple[dict[str, Any], str]:
+    """What to change, and what for: the same rows in twice as many micro-batches, if they divide."""
     # Of a record the workload is a name, and the rows are there; none where data come in batches of their own.
     rows = config.batch if isinstance(config.workload, str) else config.resumed_rows
-    number, batch, begins = config.accumulation, "" if rows is None else f" --batch {rows}", _begins(config)
-    known = [name for name in config.schedule if name in PLANS]
-    if known and (rows is None or rows % (2 * number * config.data_ranks) == 0):
-        return f"{begins} --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
-    if others := [name for name in ("1f1b", "zb-h1") if name not in known]:  # which any number of micro-batches suits
-        begins = begins if len(config.begins) == config.pipe - 1 else ""  # these have one stage a rank
-        same = f"{begins} --schedule {','.join(others)}{batch} --micro-batches {number}"
-        return f"{same}: which bubble other schedules have"
-    batch = f" --batch {2 * (rows or 0)}"
-    return f"{begins} --schedule {','.join(known)}{batch} --micro-batches {2 * number}: a smaller bubble"
+    number, begins = config.accumulation, config.begins or None
+    known = tuple(name for name in config.schedule if name in PLANS)
+    divides = rows is None or rows % (2 * number * config.data_ranks) == 0
+    others = tuple(name for name in ("1f1b", "zb-h1") if name not in known)  # which any number of micro-batches suits
+    if others and not (known and divides):
+        begins = begins if len(config.begins) == config.pipe - 1 else None  # these have one stage a rank
+        changed = {"begins": begins, "schedule": others, "batch": rows, "micro_batches": number}
+        return changed, "which bubble other schedules have"
+    if rows is not None and not divides:
+        rows *= 2
+    return {"begins": begins, "schedule": known, "batch": rows, "micro_batches": 2 * number}, "a smaller bubble"
 
 
 def answer_of_plan(
@@ -473,7 +475,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     counts = rows["rows_that_fit"].astype("float64") if "rows_that_fit" in rows else nan * left
     fitting = left[(left > 0) & ~(counts < 1)]
     if fitting.empty:
-        return f"of {memory}, {_nothing_fits(rows, left, memory_bytes, ranks)}"
+        return f"of {memory}, {_nothing_fits(left, memory_bytes, ranks)}"
     first = str(fitting.index[0])
     short = [str(name) for name in left.index.difference(fitting.index, sort=False)]
     fits = f"all fit: {first}" if len(left) > 1 else f"{first} fits: it"
@@ -489,7 +491,7 @@ def what_fits(rows: pd.DataFrame, memory_bytes: float, ranks: int) -> str:
     return said + _leaves_more(rows, left, fitting)
 
 
-def _nothing_fits(rows: pd.DataFrame, left: "pd.Series[float]", memory_bytes: float, ranks: int) -> str:
+def _nothing_fits(left: "pd.Series[float]", memory_bytes: float, ranks: int) -> str:
     """What is needed, and what would help; ``left`` is what strategies leave of the memory."""
     most = str(left.idxmax())
     if left[most] <= 0:
@@ -499,11 +501,10 @@ def _nothing_fits(rows: pd.DataFrame, left: "pd.Series[float]", memory_bytes: fl
             f"nothing fits: {most}, which needs least, needs {format_bytes(need)}. Try {advice}, or an optimizer with "
             "less state; checkpointing saves activations alone"
         )
-    share = float(rows["logits_share"][most]) if "logits_share" in rows else nan
-    helps = "Checkpoint layers in the model, or compute in 16 bits"
-    if share > 0.5:
-        helps = f"{format_percent(share)} of it are logits, so a chunked loss helps, or computing in 16 bits"
-    return f"nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps more. {helps}"
+    return (
+        f"nothing fits with a row: {most} leaves most, {format_bytes(left[most])}, and one row keeps more. Checkpoint "
+        "layers in the model, or compute in 16 bits; where logits are most of it, a chunked loss helps"
+    )
 
 
 def _leaves_more(rows: pd.DataFrame, left: "pd.Series[float]", fitting: "pd.Series[float]") -> str:

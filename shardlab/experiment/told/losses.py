@@ -9,7 +9,7 @@ import pandas as pd
 from shardlab.experiment.run.rank_checks import DATA, GRADIENTS, IGNORED, LOSS
 from shardlab.experiment.told import summary
 from shardlab.experiment.told.saved_runs import Comparison
-from shardlab.experiment.told.summary import JUDGED_STEPS, LOOK_FOR, NORM_TOLERANCE, REFERENCE, why_dead
+from shardlab.experiment.told.summary import JUDGED_STEPS, NORM_TOLERANCE, REFERENCE, why_dead
 from shardlab.experiment.trained.batches import first_other
 from shardlab.vocabulary import MeshAxis
 
@@ -62,12 +62,12 @@ def norms_apart(table: pd.DataFrame) -> str:
 
 
 def dead_verdict(comparison: Comparison) -> str:
-    """One sentence if equal losses show nothing, as of a loss that never moves; else empty."""
+    """That equal losses show nothing, as of a loss that never moves; else empty."""
     dead = why_dead(comparison.records.steps)
     table = comparison.summary
     if not dead or len(table) == 1 or (table["losses_equal"] == False).any():  # noqa: E712
         return ""
-    return f"Nothing can be said of the losses: {dead}, right or wrong. Look for {LOOK_FOR}."
+    return f"nothing can be said of the losses: {dead}, right or wrong"
 
 
 def alone_verdict(comparison: Comparison) -> str:
@@ -164,11 +164,10 @@ def _divides_rows_badly(comparison: Comparison) -> str:
 
 
 def _first_losses(comparison: Comparison) -> "pd.Series[float]":
-    """The loss of the first step, by run."""
+    """The loss of the first step, by run; all ranks have the same."""
     steps = comparison.records.steps
-    first: pd.DataFrame = steps[(steps["step"] == steps["step"].min()) & (steps["rank"] == 0)]
-    losses: pd.Series[float] = first.set_index("run")["loss"]
-    return losses
+    first: pd.Series[float] = steps[steps["step"] == steps["step"].min()].groupby("run", sort=False)["loss"].first()
+    return first
 
 
 def _data_ranks(comparison: Comparison, run: str) -> int:

@@ -1,15 +1,23 @@
-"""What a comparison says of its pipelines: how much of the ranks' time is idle, by run, measured and foretold."""
+"""What is said of pipelines: what a plan's ranks hold, send and wait for, and how long recorded ones have waited.
 
+A plan says it by the list of actions and the shapes, without ranks.
+"""
+
+from collections.abc import Mapping
 from math import nan
 from typing import Any
 
 import pandas as pd
 
+from shardlab.analysis.held_bytes import by_column
 from shardlab.analysis.rows import in_timed_steps
+from shardlab.experiment.config import CompareConfig
+from shardlab.experiment.planned.plan import Plan
 from shardlab.experiment.trained.pipelined import SLOTS
 from shardlab.plots.text import format_percent
 from shardlab.records.store import Records
 from shardlab.schedules import Schedule, play
+from shardlab.vocabulary import Collective, MeshAxis
 from shardlab.why.pipelined import medians, pipelined_steps
 
 BUBBLES = (
@@ -19,6 +27,8 @@ BUBBLES = (
 )
 
 COLUMNS = ["bubble", "foretold_bubble", "even_bubble", "in_flight", "bubble_unknown"]
+PLANNED = ["strategy", "rank", "stages", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "in_flight", "idle",
+           "messages", "sent_bytes"]  # fmt: skip
 
 
 def bubbles(records: Records) -> pd.DataFrame:
@@ -73,3 +83,49 @@ def bubble_line(table: pd.DataFrame) -> str:
             measured, foretold = map(format_percent, row[["bubble", "foretold_bubble"]])
             said.append(f"{run} {measured} (foretold {foretold}, {alone})")
     return f"ranks wait for other stages: {', '.join(said)}" if said else ""
+
+
+def stages_of(config: CompareConfig, plans: Mapping[str, Plan]) -> pd.DataFrame:
+    """One row per run with a schedule and rank of its pipeline; of data ranks of one place, which are alike, the first.
+
+    Args:
+        config: of the plans.
+        plans: by run.
+
+    Returns:
+        ``strategy`` (the run), ``rank``, ``stages`` (their numbers), bytes of parameters, gradients and optimizer state
+        at rest, ``in_flight`` (see ``Schedule.held``), ``idle`` (share of the schedule's time, if stages
+        are equal, backward takes twice as long as forward and messages take no time), ``messages`` sent to other stages
+        in a step, and ``sent_bytes`` in them; missing where messages are not known.
+    """
+    rows: list[dict[Any, Any]] = []
+    for run, plan in plans.items():
+        if (staged := config.staged_of(run)) is None:
+            continue
+        schedule, played, held = staged.schedule, play(staged.schedule, SLOTS), by_column(plan.memory, ["rank"])
+        for place, idle in enumerate(played.idle):
+            rank = place * config.data_ranks
+            own = [str(stage) for stage, of_rank in schedule.rank_of.items() if of_rank == place]
+            rows.append(
+                {"strategy": run, "rank": rank, "stages": ", ".join(own), **held.loc[rank].to_dict(),
+                 "in_flight": schedule.held(place), "idle": idle / played.seconds, **_sent(plan.collectives, rank)}
+            )  # fmt: skip
+    return pd.DataFrame(rows, columns=PLANNED).astype({"messages": "Int64", "sent_bytes": "Float64"})
+
+
+def _sent(collectives: pd.DataFrame | None, rank: int) -> dict[str, float | None]:
+    if collectives is None:
+        return {"messages": None, "sent_bytes": None}
+    own = collectives[(collectives["rank"] == rank) & (collectives["axis"] == str(MeshAxis.PIPE))]
+    own = own[own["op"] == str(Collective.SEND)]
+    return {"messages": len(own), "sent_bytes": float(own["bytes"].sum())}
+
+
+def idle_line(stages: pd.DataFrame) -> str:
+    """How much of the ranks' time each schedule leaves idle, in words."""
+    found: dict[str, str] = {}
+    for run, own in stages.groupby("strategy", sort=False):
+        share, held = format_percent(float(own["idle"].mean())), ", ".join(map("{:g}".format, own["in_flight"]))
+        found.setdefault(str(run).rpartition("+")[2], f"{share} (micro-batches held by rank: {held})")
+    said = ", ".join(f"{name} {share}" for name, share in found.items())
+    return f"{said}: idle, if stages are equal, backward takes twice as long as forward, and messages no time"

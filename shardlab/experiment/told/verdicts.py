@@ -21,7 +21,7 @@ def verdicts(comparison: Comparison) -> list[str]:
     said = (
         failed_verdict(comparison), resumed_verdict(comparison), verdict(comparison), gradients_verdict(comparison),
         alone_verdict(comparison), plan_verdict(comparison), traffic_verdict(comparison), transport_verdict(comparison),
-        buckets_verdict(comparison), unseen_verdict(comparison),
+        unseen_verdict(comparison),
     )  # fmt: skip
     return [sentence for sentence in said if sentence]
 
@@ -86,18 +86,6 @@ def transport_verdict(comparison: Comparison) -> str:
         f"Times compare more than engines: {ours} sent through shared memory, {theirs} over gloo; "
         "with transport=gloo all do."
     )
-
-
-def buckets_verdict(comparison: Comparison) -> str:
-    """One sentence if strategies had buckets of different sizes, as one of your own may; else empty."""
-    sizes: dict[int, list[str]] = {}
-    for run, manifest in comparison.records.manifests.items():
-        if (size := manifest.get("bucket_bytes")) is not None:  # not in an older record
-            sizes.setdefault(int(size), []).append(run)
-    if len(sizes) < 2:
-        return ""
-    said = "; ".join(f"{', '.join(runs)} {size / 2**20:.4g} MiB" for size, runs in sizes.items())
-    return f"Buckets differ in size, and with them the number of messages and what overlaps: {said}."
 
 
 def unseen_verdict(comparison: Comparison) -> str:

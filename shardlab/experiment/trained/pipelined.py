@@ -5,7 +5,7 @@ without. A stage has no loss of its own, so the workload's is called twice: on t
 model, on the last one with what the model would have returned.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,6 @@ def _read(path: str, options: CompareOptions) -> Schedule:
         if number != (given := options.pipe if field == "pipe" else options.accumulation):
             raise ValueError(f"{field}: {given}, and {path} is for {number}; set {field} to that")
     return schedule
-
-
-def runs_of(strategies: Iterable[str], schedules: Iterable[str], is_alone: Callable[[str], bool]) -> tuple[str, ...]:
-    """A run for each strategy and schedule, and one for a strategy that trains in one process."""
-    found: list[str] = []
-    for strategy in strategies:
-        has_one = strategy.rpartition(AND)[2] in {*schedules} and AND in strategy
-        found += [strategy] if has_one or is_alone(strategy) else [f"{strategy}{AND}{one}" for one in schedules]
-    return tuple(found)
 
 
 def staged(
