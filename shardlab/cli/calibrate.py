@@ -91,13 +91,8 @@ def _calibrate_ranks(counts: list[int], out: Path, limit: float, *, quick: bool)
         say(said, soft_wrap=True)
         raise typer.Exit(1)
     calibration.machine().write(out)
-<<<<<<< HEAD
     parts.unlink(missing_ok=True)
-    console.print(f"Calibration: {out}", soft_wrap=True)
-=======
-    calibration.kept.drop()
     say(f"Calibration: {out}", soft_wrap=True)
->>>>>>> size-experiment
 
 
 def _calibrate_card(out: Path) -> None:
