@@ -96,9 +96,9 @@ class BoardWriter(Observer):
 
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
+        locate(event)
         if event.is_letter and isnan(event.wait_start_ns):
             return  # it may come and go unseen
-        locate(event)
         with self._lock:
             # The event itself is held, so that no other can get its id meanwhile.
             self._in_flight[id(event)] = event
