@@ -22,7 +22,6 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.2.
 """
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from shardlab.comm.base_mesh import BaseMesh
+from shardlab.comm.callers import line_of_caller
 from shardlab.comm.events import Pending, wait_all
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.engines.autograd_nodes import gradient_node
@@ -140,7 +140,7 @@ class Pipeline:
         sends = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
         sends += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
-        with self._lent(engine, step.sent, waits), kept, engine.looked_at_once():
+        with self._comm.at_line(line_of_caller()), self._lent(engine, step.sent, waits), kept, engine.looked_at_once():
             with engine.no_sync():
                 for action in self._actions[:sends]:
                     step.do(action)
@@ -207,7 +207,7 @@ class _Step:
         self._rank_of, self._last = pipeline.schedule.rank_of, pipeline.schedule.num_stages - 1
         # From another stage of this rank; receives that are posted.
         self._mail, self._posted = dict[Action, Tensor](), dict[Action, tuple[Tensor, Pending]]()
-        self._due = deque(pipeline._order)  # messages that this rank still has to post
+        self._due = list(pipeline._order)  # messages that this rank still has to post
         self._held: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, until its backward
         # Until the backward of weights.
         self._late: dict[tuple[int, int], Late] = {one[1:]: [] for one in pipeline._actions if one.kind is W}
@@ -277,7 +277,7 @@ class _Step:
     def _post_to(self, action: Action) -> None:
         """Post the receives up to a message in the rank's order."""
         while action in self._due:
-            if (one := self._due.popleft()) in self._pipeline._received:
+            if (one := self._due.pop(0)) in self._pipeline._received:
                 self._posted[one] = self._post(one)
 
     def _post(self, need: Action) -> tuple[Tensor, Pending]:
