@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from shardlab.comm.events import CollectiveEvent
+from shardlab.comm.observed_group import ObservedGroup
 from shardlab.comm.torch_engine_groups import BELOW, kernels, operations
 
 _ROOMS = ("comm", "context", "engines", "faults", "pipeline", "recording", "same", "tensor_parallel", "trace")
@@ -33,6 +34,16 @@ def locate(event: CollectiveEvent) -> str:
     """``file:line`` of the caller outside the library; asked by an observer to which ``event`` is being announced."""
     event.source_line = event.source_line or line_of_caller()
     return event.source_line
+
+
+@contextlib.contextmanager
+def from_one_line(group: ObservedGroup) -> Iterator[None]:
+    """Inside, all collectives of a group are of the line that calls now: of small ones it is long to look each time."""
+    group.line = line_of_caller()
+    try:
+        yield
+    finally:
+        group.line = ""
 
 
 def line_of_caller() -> str:

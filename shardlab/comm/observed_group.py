@@ -48,6 +48,7 @@ class ObservedGroup:
         axis: the axis' name, which every event carries.
 
     Attributes:
+        line: which calls what is issued now, see ``callers.from_one_line``; empty where an observer has to look for it.
         dropped: messages of which nobody has kept, or waited for, what the verb returned.
     """
 
@@ -58,7 +59,7 @@ class ObservedGroup:
         self.rank = rank
         self._transport = transport
         self._observers: Observers = Process.observers
-        self._seq, self._line = 0, ""
+        self._seq, self.line = 0, ""
         self.dropped: list[CollectiveEvent] = []
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -106,15 +107,6 @@ class ObservedGroup:
             at = [known is observer for known in self._observers].index(True)
             self._observers = self._observers[:at] + self._observers[at + 1 :]
 
-    @contextlib.contextmanager
-    def at_line(self, line: str) -> Iterator[None]:
-        """Inside, ``line`` calls every collective: of many small ones it takes longer to look for it each time."""
-        self._line = line
-        try:
-            yield
-        finally:
-            self._line = ""
-
     def announce(
         self, op: Collective, buffers: Sequence[Tensor], tag: str, *, own_chunk_bytes: int | None = None,
         bounds: tuple[int, ...] | None = None, scratch_bytes: int = 0, transport: str | None = None, parts: int = 1,
@@ -138,7 +130,7 @@ class ObservedGroup:
             seq=self._seq, op=op, axis=self.axis, tag=tag, dtype=dtype_name(buffers[0].dtype) if buffers else "",
             numel=parts * sum(map(Tensor.numel, buffers)), num_bytes=parts * sum([buffer.nbytes for buffer in buffers]),
             group_size=self.num_ranks,
-            transport=transport or self._transport.name, emulated=self._transport.emulated, source_line=self._line,
+            transport=transport or self._transport.name, emulated=self._transport.emulated, source_line=self.line,
             own_chunk_bytes=own_chunk_bytes, bounds=bounds, scratch_bytes=scratch_bytes,
             storage=buffers[0].untyped_storage()._cdata if buffers else 0, ranks=self.ranks,
             is_letter=is_letter,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from shardlab.comm.base_mesh import BaseMesh
-from shardlab.comm.callers import line_of_caller
+from shardlab.comm.callers import from_one_line
 from shardlab.comm.events import Pending, wait_all
 from shardlab.comm.transports.nccl import NcclTransport
 from shardlab.engines.autograd_nodes import gradient_node
@@ -140,7 +140,7 @@ class Pipeline:
         sends = max(place for place, action in enumerate(self._actions) if action.kind in LAST)
         sends += any(loan.owner == self._comm.rank for loan in self.loans)
         kept = engine.strategy.kept_gathered() if keeps_gathered else contextlib.nullcontext()
-        with self._comm.at_line(line_of_caller()), self._lent(engine, step.sent, waits), kept, engine.looked_at_once():
+        with from_one_line(self._comm), self._lent(engine, step.sent, waits), kept, engine.looked_at_once():
             with engine.no_sync():
                 for action in self._actions[:sends]:
                     step.do(action)
