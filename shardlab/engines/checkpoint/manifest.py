@@ -12,7 +12,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,10 @@ class Row:
             return cls(shard.kind, shard.name, shard.key, list(shard.shape), dtype, *where)
         ranges = [list(pair) for pair in slice_.ranges]
         return cls(shard.kind, shard.name, shard.key, list(slice_.full_shape), dtype, *where, slice_.dim, ranges)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that is written; notebooks make tables of it."""
+        return asdict(self)
 
     @property
     def tensor_name(self) -> str:

@@ -10,7 +10,6 @@ carries only a few words and the manifest's rows. All ranks share the directory.
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def _write_part(engine: AnyEngine, folder: Path, shards: list[held_stretches.Ten
         checksums[file] = versions.checksum(folder / file)
     part = {
         "checksums": checksums,
-        "rows": [asdict(row) for row in rows],
+        "rows": [row.to_json() for row in rows],
         "values": held_stretches.state_values(engine),
         # The ranks of a tensor axis draw the same numbers, so one state is enough for them.
         "rng": rng_state(engine.mesh.device) if engine.tensor_comm is None or engine.tensor_comm.rank == 0 else None,
