@@ -159,8 +159,8 @@ class Pipeline:
         comm, device = self._comm, self._device
         own = [loan for loan in self.loans if loan.owner == comm.rank]
         borrowed = [(loan, torch.empty_like(loan.param, device=device)) for loan in self.loans if loan.to == comm.rank]
-        if own and engine.strategy.precision.compute is not None:
-            raise ValueError(TIED.format(own[0].name))
+        if self.loans and engine.strategy.precision.compute is not None:  # on all ranks, or others would wait
+            raise ValueError(TIED.format(self.loans[0].name))
         with waits(self._actions[0]):
             with engine.full_params() if own else contextlib.nullcontext():
                 values = [engine.params[loan.name].detach().clone() for loan in own]

@@ -372,6 +372,22 @@ def test_a_second_run_adds_to_the_means_and_guards_look_once(pools, make, m):
         assert [moments.count(one) for one in ends] == [1, 0, 1]
 
 
+def refused_precision(_):
+    with Mesh({"pipe": 3, "data": 1}) as mesh:
+        pipeline = Pipeline(gpt(True).float(), make_schedule("1f1b", 3, 2), mesh)
+        with build_engine(ZeRO1(precision="bf16"), pipeline.module, sgd, mesh) as engine:
+            try:
+                pipeline.run(engine, loss_fn, *(every[0] for every in rows(1, 2)))
+            except ValueError as error:
+                return str(error)
+
+
+def test_a_lent_weight_that_would_be_rounded_is_refused_on_all_ranks(pools):
+    told = pools(3).run(refused_precision)
+    assert told[0].startswith("precision: 'token_embedding.weight' is tied over ranks")
+    assert told == [told[0]] * 3
+
+
 def hooked(_, make):
     """How often hooks of one's own have seen a gradient, after a run and after a plain backward behind it."""
     seen, known = {"before": 0, "in forward": 0}, []
