@@ -105,7 +105,8 @@ def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
 
     sums is the list of this stage's gradients, float64 vectors, each the sum over the micro-batches of the gradients of
     mean losses. The ranks of comm have the other stages. Return a dict: "gradients", those of the mean loss over all
-    rows, and "norm", the 2-norm of the gradients of the whole model, the same on all ranks. One message is enough.
+    rows, and "norm", the 2-norm of the gradients of the whole model, the same on all ranks. One message is enough:
+    comm.all_reduce(tensor).wait() adds up in place.
 
     Hints:
     - All micro-batches have as many rows: the mean over rows is the mean over micro-batches of their means.
