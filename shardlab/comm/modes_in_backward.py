@@ -1,9 +1,10 @@
-"""A mode of torch that stays on in backward, where a checkpoint runs forward again."""
+"""A mode of torch that stays on in backward, where a checkpoint runs forward again; and hooks that stay out of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -32,3 +33,22 @@ def backward_in(
         torch.autograd.backward(ends, given, retain_graph, create_graph, inputs=starts)
     finally:
         TorchFunctionMode.__exit__(mode, None, None, None)
+
+
+@contextmanager
+def lone_hooks_out(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside, autograd calls no hook of a parameter that has just one; a user's and that beside it stay."""
+    # Private: torch has no other way to leave hooks out for a while. (With guards a sharded parameter is of another
+    # class, and would not be asked.)
+    plain = [param for param in params if type(param) is nn.Parameter]
+    taken = [(param, hooks) for param in plain if (hooks := param._backward_hooks) and len(hooks) == 1]
+    for param, _ in taken:
+        param._backward_hooks = None
+    try:
+        yield
+    finally:
+        for param, hooks in taken:
+            if param._backward_hooks is None:
+                param._backward_hooks = hooks
+            else:  # a forward has registered one
+                param._backward_hooks.update(hooks)

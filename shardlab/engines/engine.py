@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge
 
 from shardlab.comm.base_mesh import BaseMesh
 from shardlab.comm.coalesced import broadcast_coalesced
+from shardlab.comm.modes_in_backward import lone_hooks_out
 from shardlab.comm.transports.base import MismatchError
 from shardlab.comm.trees import cast_floating, tensors_in
 from shardlab.engines.any_engine import AnyEngine, Stateful
@@ -191,22 +192,10 @@ class Engine(AnyEngine):
         Each backward in it is one of ``backward``, and never a plain one, of which hooks of outputs and of parameters
         tell elsewhere.
         """
-        # Private: torch has no other way to leave hooks out for a while. Of a step of small kernels those of parameters
-        # are 3 %, though all they find is that a backward runs. Where there is one of the user's they stay, beside it.
-        # (With guards a sharded parameter is of another class, and would not be asked.)
-        plain = [param for param in self.params.values() if type(param) is nn.Parameter]
-        taken = [(param, hooks) for param in plain if (hooks := param._backward_hooks) and len(hooks) == 1]
-        for param, _ in taken:
-            param._backward_hooks = None
-        try:
-            with contextlib.nullcontext() if self._guards is None else self._guards.looking_once(self):
-                yield
-        finally:
-            for param, hooks in taken:
-                if param._backward_hooks is None:
-                    param._backward_hooks = hooks
-                else:  # a forward has registered one
-                    param._backward_hooks.update(hooks)
+        # Of a step of small kernels those of parameters are 3 %, though all they find is that a backward runs.
+        guards = contextlib.nullcontext() if self._guards is None else self._guards.looking_once(self)
+        with lone_hooks_out(self.params.values()), guards:
+            yield
 
     def finish_gradients(self) -> None:
         """Return when the gradients are means over the data axes; collective unless they are means already.
