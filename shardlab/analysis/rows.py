@@ -108,12 +108,12 @@ def one_run(frame: pd.DataFrame, run: str | None) -> pd.DataFrame:
 
 
 def one_step(frame: pd.DataFrame, step: int | None) -> int:
-    """``step``, or the last one recorded for None.
+    """``step``, or the last one recorded for None; what was sent before the first (-1) is no step.
 
     Raises:
         ValueError: it was not recorded, or nothing was.
     """
-    steps = sorted({int(number) for number in frame["step"]})
+    steps = sorted({int(number) for number in frame["step"] if number >= 0})
     if not steps:
         raise ValueError("step: the table holds no steps")
     if step is not None and step not in steps:

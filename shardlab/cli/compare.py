@@ -72,7 +72,7 @@ def _with_progress(config: "experiment.CompareConfig", directory: Path) -> "expe
     try:
         with progress_bar(len(config.strategies) * config.steps, quiet=quiet) as advance:
             said = "{0.strategy}, loss {0.loss:.4f}".format
-            return experiment.compare(config, directory, on_progress=lambda done: advance(said(done)))
+            return experiment.run_prepared(config, directory, on_progress=lambda done: advance(said(done)))
     except KeyboardInterrupt:
         console.print(f"interrupted: the ranks have ended; the records so far are in {directory}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

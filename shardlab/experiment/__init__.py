@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardlab.installed import imported_when_used
 
 if TYPE_CHECKING:
-    from shardlab.experiment.comparison import compare, is_reporter, prepare
+    from shardlab.experiment.comparison import compare, is_reporter, prepare, run_prepared
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.directory import claim, new_directory
     from shardlab.experiment.planned.plan import plan
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CompareConfig", "Comparison", "StepResult", "TrainStep", "Workload", "claim", "compare", "is_reporter",
     "load_comparison", "load_saved", "modules_table", "new_directory", "plan", "prepare", "readable_summary", "reasons",
-    "reasons_table", "show_tp_plan", "what_if", "why", "write_report",
+    "reasons_table", "run_prepared", "show_tp_plan", "what_if", "why", "write_report",
 ]  # fmt: skip
 
 __getattr__ = imported_when_used(__name__, __file__)

@@ -72,8 +72,13 @@ def compare(
     directory = directory or new_directory()
     # Before ranks start, which would be for nothing if it refuses.
     prepare(config, directory, overwrite=overwrite)
-    if is_reporter():
-        reserve(directory)
+    return run_prepared(config, directory, pool, on_progress)
+
+
+def run_prepared(
+    config: CompareConfig, directory: Path, pool: RankPool | None = None, on_progress: OnProgress | None = None
+) -> Comparison:
+    """What ``compare`` does in a directory that ``prepare`` has made."""
     with contextlib.ExitStack() as stack:
         if on_progress is None:
             advance = stack.enter_context(cell_bar("compare", len(config.strategies) * config.steps))
@@ -85,10 +90,10 @@ def compare(
 
 
 def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) -> None:
-    """Make the directory.
+    """Make the directory, and begin the comparison in it.
 
     Raises:
-        ValueError: see ``directory.claim``; or the data are too few, see ``batches.check_enough``.
+        ValueError: see ``directory.claim`` and ``directory.reserve``; or the data are too few, see ``batches.check_enough``.
     """
     if config.workload is not None:
         num_batches = config.steps * config.accumulation
@@ -96,6 +101,7 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
     # One process alone: a second could find, or remove, what the first has begun to write.
     if is_reporter():
         claim(directory, overwrite=overwrite, resume=config.resume)
+        reserve(directory)
 
 
 def configured(

@@ -10,7 +10,7 @@ import pytest
 
 import shardlab.experiment.comparison
 from shardlab.cli import main
-from shardlab.experiment import load_comparison
+from shardlab.experiment import claim, load_comparison
 from shardlab.records.entries import read
 from shardlab.records.store import load_run
 from tests.conftest import rank_processes
@@ -61,6 +61,18 @@ def test_a_learning_rate_that_blows_up_fails_and_says_so(compared, tmp_path):
     text = (tmp_path / "out" / "summary.json").read_text()
     rows = json.loads(text, parse_constant=lambda word: f"{word} is not JSON")
     assert [(row["loss_last"], row["losses_equal"]) for row in rows] == [(None, False)] * 2
+
+
+def test_a_directory_that_another_run_takes_in_the_same_moment_is_one_line(compared, monkeypatch):
+    def claims(directory, **options):
+        claim(directory, **options)
+        (directory / "records").mkdir()  # by the other run
+
+    monkeypatch.setattr(shardlab.experiment.comparison, "claim", claims)
+    code, stdout, stderr = compared("--steps", "1", "--out", "out")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith("error: out: out holds another run, which did not finish; name a new")
+    assert len(stderr.splitlines()) == 1
 
 
 def fails(rank, *arguments):

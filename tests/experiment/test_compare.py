@@ -259,7 +259,7 @@ def test_overwrite_removes_a_run_whatever_became_of_it_and_nothing_else(tmp_path
     with pytest.raises(ValueError, match=r"overwrite: .* holds the checkpoints to resume from"):
         claim(tmp_path, overwrite=True, resume=str(tmp_path))
     prepare(config, tmp_path, overwrite=True)
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.rglob("*")) == [tmp_path / "records"]
 
 
 def test_the_ranks_of_a_pool_have_their_device_whatever_the_machine_has(pools, tmp_path, monkeypatch):
@@ -469,9 +469,8 @@ def test_a_strategy_that_was_cut_off_is_not_finished(comparison):
 
 
 def test_a_directory_is_taken_by_one_comparison_alone(tmp_path):
-    config = CompareConfig(strategies=("single",), ranks=1, text="grammar", device="cpu")
-    prepare(config, tmp_path)
-    prepare(config, tmp_path)  # of another process, which comes at the same time
+    claim(tmp_path)
+    claim(tmp_path)  # of another process, which comes at the same time
     reserve(tmp_path)
     with pytest.raises(ValueError, match=r"out: .* holds another run, which did not finish"):
         reserve(tmp_path)

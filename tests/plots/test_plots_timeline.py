@@ -53,6 +53,14 @@ def test_the_level_drawn_is_the_blocks_with_the_model_as_ground(records):
     assert len(names) == 2 * NUM_RANKS
 
 
+def test_what_was_sent_before_the_first_step_is_no_step(records):
+    sent = records.collectives[records.collectives["step"] == 0].assign(step=-1)
+    collectives = pd.concat([sent, records.collectives])
+    for step in (-1, 10):
+        with pytest.raises(ValueError, match=f"step: {step} was not recorded; there are 0 to 9"):
+            collective_timeline(collectives, records.spans, run="ddp", step=step)
+
+
 def test_a_prediction_of_the_same_run_stays_apart(records):
     both = [pd.concat([table, table.assign(source="predicted")]) for table in (records.collectives, records.spans)]
     with pytest.raises(ValueError, match="'ddp' is not one of single · measured, ddp · measured"):
