@@ -42,8 +42,8 @@ SETS = {"published": "published steps", "held_out": "published steps that were h
 def calibrate(
     context: typer.Context,
     ranks: Annotated[
-        str, typer.Option(help="Comma-separated: how many ranks at once; by default 2,4, with --quick 2.")
-    ] = "",
+        str | None, typer.Option(help="Comma-separated: how many ranks at once; by default 2,4, with --quick 2.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The file: by default machine.json, of a card card.json.", show_default=False)
     ] = None,
@@ -66,7 +66,8 @@ def calibrate(
         return _calibrate_card(out)
     from shardlab.launch.placement import MOST_RANKS
 
-    ranks = ranks or ("2" if quick else "2,4")
+    if ranks is None:
+        ranks = "2" if quick else "2,4"
     counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
     if not counts or min(counts) < 2 or max(counts) > MOST_RANKS:
         raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 to {MOST_RANKS}, such as 2,4")

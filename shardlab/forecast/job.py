@@ -80,6 +80,8 @@ class Job:
             raise ValueError(f"windowed_layers: {self.windowed_layers!r} is not 0 to {self.layers} layers")
         if self.data % self.shards:
             raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
+        if (ranks := self.data * self.tensor) > (host := self.links.per_host) and ranks % host:
+            raise ValueError(f"network: {host} per host do not divide {ranks} ranks; hosts have equally many: say how many")
 
     @property
     def row(self) -> Row:

@@ -66,6 +66,8 @@ class RankPool:
         check_world_size(world_size)
         if threads_per_rank is not None and (type(threads_per_rank) is not int or threads_per_rank < 1):
             raise ValueError(f"threads_per_rank: {threads_per_rank!r} is given; allowed values are integers from 1")
+        if isinstance(preload, str):
+            raise ValueError(f"preload: {preload!r} is given; give a list of modules, such as [{preload!r}]")
         _check_seconds(timeout_s=timeout_s, start_s=start_s, limit_s=limit_s, notice_s=notice_s)
         if is_inside_rank():
             raise RuntimeError("RankPool: ranks cannot start ranks; make the pool in the parent process")

@@ -31,7 +31,9 @@ def parse_partition(partition: Partition | str) -> Partition:
 
 
 def require_count(field: str, value: int, minimum: int) -> None:
-    """Raise ValueError, naming ``field``, when ``value`` is below ``minimum``."""
+    """Raise ValueError, naming ``field``, when ``value`` is a text or below ``minimum``."""
+    if isinstance(value, str):
+        raise ValueError(f"{field}: the text {value!r} is given; give a number, at least {minimum}")
     if value < minimum:
         raise ValueError(f"{field}: {value} is too small; it must be at least {minimum}")
 

@@ -34,7 +34,12 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
         collectives: table ``collectives``.
         runs: names in the order of the bars; a run without collectives, such as a single process, gets an empty bar.
             None for the runs of the table.
+
+    Raises:
+        ValueError: ``runs`` is one name, and no list.
     """
+    if isinstance(runs, str):
+        raise ValueError(f"runs: {runs!r} is given; give a list of names, such as [{runs!r}]")
     COLLECTIVES.check(collectives)
     rows = labelled(collectives[collectives["step"] >= 0])
     order = [*dict.fromkeys([*(runs or []), *labels_of(rows)])]

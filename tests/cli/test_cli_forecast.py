@@ -426,6 +426,8 @@ def test_bad_input_is_refused(config):
     for words, message in (
         (["plan", "--workload", "train.py:workload", "--params", "7B"], "params, workload: give one of them"),
         (["calibrate", "--ranks", "2,9999"], "ranks: '2,9999' is given; give numbers from 2 to 1024, such as 2,4"),
+        (["calibrate", "--ranks", ""], "ranks: '' is given; give numbers from 2 to 1024, such as 2,4"),
+        (["forecast", *of_it, "8", "--network", "3 per host"], "network: 3 per host do not divide 8 ranks"),
         (["forecast", *of_it, "64", "--gpu", "abacus"], "gpu: 'abacus' is not understood; write a card"),
         (["forecast", *of_it, "6", "--tp", "4"], "tp: 4 is given; it must divide 6 ranks"),
         (["forecast", *of_it, "12", "--tp", "3"], "tp: 3 is given; it must divide 32 heads and the MLP's width, 14336"),

@@ -173,6 +173,7 @@ def test_bad_input_names_the_field():
     for field, value in (
         ("world_size", 0), ("timeout_s", 0), ("timeout_s", float("nan")), ("timeout_s", 1e15), ("limit_s", 0),
         ("notice_s", "soon"), ("threads_per_rank", 1.5), ("threads_per_rank", 0), ("device", "tpu"),
+        ("preload", "pandas"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=field):
             RankPool(**{"world_size": 2, field: value})

@@ -248,6 +248,9 @@ def refused_on_stages(rank, directory):
             inputs, targets = (every[0] for every in rows(1, 2))
             with pytest.raises(ValueError, match="inputs: 4 rows, targets: a list; give tensors, whose rows 2"):
                 pipeline.run(engine, loss_fn, inputs, list(targets))
+            for given, named in (((inputs,), {}), ((inputs, targets), {}), ((), {"tokens": inputs})):
+                with pytest.raises(ValueError, match=r"model: these are stages .*\(engine, loss_fn, inputs, targets\)"):
+                    engine(*given, **named)
             with pytest.raises(ValueError, match=r"param_groups: 'lr' is 0.1 in a group of one rank, and 1.1 in that"):
                 engine.save(directory)
         model = gpt()

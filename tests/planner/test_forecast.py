@@ -416,6 +416,8 @@ def test_every_preset_is_complete():
         ({"network": "600gb/s"}, "network: '600gb/s' is not understood"),
         ({"network": ""}, "network: '' is not understood"), ({"network": "0 per host"}, "network: '0 per host'"),
         ({"network": "nvlink4, 600GB/s"}, "network: '600GB/s' comes twice"),
+        ({"network": "3 per host"}, "network: 3 per host do not divide 16 ranks; hosts have equally many"),
+        ({"data": 3, "tensor": 4}, "network: 8 per host do not divide 12 ranks; hosts have equally many"),
         ({"network": "1Gb/s per GPU, 8Gb/s per host"}, "network: '1Gb/s per GPU, 8Gb/s per host' has two links"),
         ({"calibration": [(SMALL, 1.0)] * 4}, "calibration: 4 pairs are given; at most 3 are allowed"),
         ({"calibration": [(SMALL, 0.0)]}, "calibration: pair 0 has 0.0 seconds"),

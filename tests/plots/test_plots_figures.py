@@ -86,6 +86,8 @@ def test_wire_volume_is_per_rank_and_step_and_keeps_silent_runs(records):
     assert by_run(figure, "all gather")["zero1"] == pytest.approx(sent)
     assert trace(figure, "all gather").marker.color == COLLECTIVE_COLOURS["all_gather"]
     assert next(iter(trace(figure, "end").text)) == " 0 B"
+    with pytest.raises(ValueError, match=r"runs: 'ddp' is given; give a list of names, such as \['ddp'\]"):
+        plots.wire_volume(records.collectives, runs="ddp")
 
 
 def test_traced_steps_have_no_time(records):
