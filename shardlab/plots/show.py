@@ -37,6 +37,10 @@ PNG_COLOURS = 256  # a figure has a few hundred, nearly all from the edges of le
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
 )
+# Kaleido takes the first load event for that of its page. On a busy machine it may be the empty tab's before, and the
+# figure comes while scripts are still to come: until they are there this stands in for kaleido's own.
+WAITING = """<script>const loaded = new Promise(done => addEventListener("load", done));
+window.kaleido_scopes = {plotly: (...given) => loaded.then(() => window.kaleido_scopes.plotly(...given))}</script>"""
 HEAD = f"""<!doctype html>
 <html lang="en">
 <head><meta charset="utf-8">
@@ -95,17 +99,19 @@ def mime_bundle(figure: go.Figure, *, with_png: bool = True) -> dict[str, Any]:
 def png(figure: go.Figure) -> bytes | None:
     """The figure as a PNG; None if kaleido, Pillow, or Chrome or Chromium is missing."""
     try:
-        from kaleido import calc_fig_sync
+        from kaleido import PageGenerator, calc_fig_sync
         from kaleido.errors import ChromeNotFoundError
         from PIL import Image
     except ImportError:
         return None
     options = {"format": "png", "width": PNG_WIDTH, "height": figure.layout.height or HEIGHT, "scale": PNG_SCALE}
+    page = PageGenerator(mathjax=False)  # which would be fetched from the network
+    page.header += WAITING
     # Now and then kaleido's pipe logs a harmless traceback, which a notebook must not show.
     logger = logging.getLogger("choreographer.channels.pipe")
     before, logger.disabled = logger.disabled, True
     try:
-        image: bytes = calc_fig_sync(on_any_page(plain_json(figure)), opts=options)
+        image: bytes = calc_fig_sync(on_any_page(plain_json(figure)), opts=options, kopts={"page_generator": page})
     except ChromeNotFoundError:
         return None
     finally:

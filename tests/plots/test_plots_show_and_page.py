@@ -60,6 +60,22 @@ def test_a_real_browser_makes_a_png_of_the_size_asked_for(figure):
     assert len(image) < 40_000
 
 
+def test_a_page_whose_scripts_are_not_there_yet_is_waited_for(figure, monkeypatch):
+    """Kaleido takes the first load event for its page's; on a busy machine it may be that of the empty tab before."""
+    tab = pytest.importorskip("kaleido._kaleido_tab._tab")
+    subscribed = tab._subscribe_new
+
+    def at_once(one, event):
+        future = subscribed(one, event)
+        if event == "Page.loadEventFired":
+            future.set_result({})
+        return future
+
+    monkeypatch.setattr(tab, "_subscribe_new", at_once)
+    image = show_module.png(figure)
+    assert image is None or image[:4] == b"\x89PNG"
+
+
 def test_a_script_gets_the_summary_and_a_cell_one_bundle(figure, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append((bundle, raw)))
