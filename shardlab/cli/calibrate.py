@@ -66,8 +66,7 @@ def calibrate(
         return _calibrate_card(out)
     from shardlab.launch.placement import MOST_RANKS
 
-    if ranks is None:
-        ranks = "2" if quick else "2,4"
+    ranks = ("2" if quick else "2,4") if ranks is None else ranks
     counts = list(dict.fromkeys(int(text) if text.isdigit() else 0 for text in names_in(ranks)))
     if not counts or min(counts) < 2 or max(counts) > MOST_RANKS:
         raise ValueError(f"ranks: {ranks!r} is given; give numbers from 2 to {MOST_RANKS}, such as 2,4")

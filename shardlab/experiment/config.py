@@ -13,9 +13,10 @@ from torch import nn
 
 from shardlab.data_sets import load_text
 from shardlab.engines import STRATEGIES, Strategy, engine_options
-from shardlab.engines.guards.model_checks import check_batch_norms
+from shardlab.engines.guards.model_checks import check_batch_norms, check_optimizer
 from shardlab.engines.guards.strategy_checks import check_strategy
 from shardlab.engines.peers import TorchFSDP2
+from shardlab.engines.step_tensors import StepTensors
 from shardlab.experiment.directory import check_resume
 from shardlab.experiment.options import CompareOptions
 from shardlab.experiment.trained.batches import divide, first_batch
@@ -38,6 +39,7 @@ from shardlab.experiment.trained.pipelined import (  # isort: skip
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SEQUENCES_PER_RANK = 4
 MOST = {"timeout_s": 1e9, "learning_rate": 1e38}  # what a timedelta, and float32, can be
+MOST_IN_A_STEP = {"batch": 10**7, "accumulation": 10**7, "micro_batches": 10**4}  # with more one would not end
 DATA_AXES = {MeshAxis.DATA, MeshAxis.REPLICA, MeshAxis.SHARD}
 # What a workload of one's own says itself.
 BUILTIN_FIELDS = ("model", "text", "seq_len", "learning_rate", "sequence_parallel")
@@ -106,6 +108,8 @@ class CompareConfig(CompareOptions):
         for field in (*whole, "save_every"):
             if (number := getattr(self, field)) is not None and number < 1:
                 raise ValueError(f"{field}: {number} is below 1")
+            if number is not None and number > (limit := MOST_IN_A_STEP.get(field, number)):
+                raise ValueError(f"{field}: {number} is given; at most {limit} are allowed in a step")
         for field in ("learning_rate", "bucket_mib", "timeout_s", "clip"):
             most = MOST.get(field, math.inf)
             if (value := getattr(self, field)) is not None and not 0 < value < most:
@@ -183,10 +187,21 @@ class CompareConfig(CompareOptions):
                 "in the workload, as with lambda: Net().double(), and its data too; or leave dtype out"
             )
         object.__setattr__(self, "dtype", dtypes[0])
+        self._check_optimizer()
         if self.batch is not None and not self.workload.is_dataset:
             raise ValueError(f"batch: the data of {self.workload} comes in batches already; leave it out")
         if TORCH_TP in self.strategies:
             raise ValueError(f"strategies: {TORCH_TP!r} cuts a built-in GPT, not {self.workload}; leave it out")
+
+    def _check_optimizer(self) -> None:
+        """Refuse what no engine can call as an optimizer; of one that cannot be built without ranks they tell."""
+        params = dict(self.on_meta.named_parameters())
+        try:
+            made = self.workload.apart("optimizer").optimizer_of(StepTensors(params))
+            check_optimizer(made, params.values())
+        except Exception as error:
+            if str(error).startswith("optimizer: "):
+                raise
 
     def _check_batch(self) -> None:
         parts = max(self.data_ranks, 1) * self.accumulation  # with more tensor ranks than ranks, which is refused below

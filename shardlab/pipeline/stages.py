@@ -117,10 +117,8 @@ def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]], borrowed: S
 
     def forward(*given: Any, **named: Any) -> Any:
         if named or len(given) != 2 or given[0] not in stages:
-            raise ValueError(
-                "model: these are stages of one, each called with its number and its input; to train them call "
-                "pipeline.run(engine, loss_fn, inputs, targets)"
-            )
+            how = "call pipeline.run(engine, loss_fn, inputs, targets)"
+            raise ValueError(f"model: these are stages of one, called with a number and its input; to train them {how}")
         stage, hidden = given
         return reduce(lambda value, name: reduce(getattr, name.split("."), itself())(value), stages[stage], hidden)
 

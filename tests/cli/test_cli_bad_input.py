@@ -19,6 +19,12 @@ CASES = {  # options, and words of what is said; each field's own refusals are t
         ["ranks: 99999999999 was"],
     ),
     "batch does not divide": (["--ranks", "3", "--batch", "10"], ["batch", "10", "a multiple of 3"]),
+    "a batch without end": (["--batch", "1000000000000"], ["batch: 1000000000000 is given; at most 10000000"]),
+    "a step without end": (["--accumulation", "1000000000000"], ["accumulation: 1000000000000 is given; at most"]),
+    "a schedule without end": (
+        ["--ranks", "2", "--pipe", "2", "--micro-batches", "1000000000000"],
+        ["micro_batches: 1000000000000 is given; at most 10000"],
+    ),
     "missing text": (["--text", "nowhere.txt"], ["text", "nowhere.txt cannot be read: No such file", "stdlib"]),
     "a directory as text": (["--text", "used"], ["text", "used cannot be read: Is a directory", "stdlib"]),
     "empty text": (["--text", "empty.txt"], ["text", "empty.txt has 0 bytes"]),

@@ -98,7 +98,8 @@ class Choices:
 
     def _usual_batch(self) -> int:
         """The batch if none is chosen."""
-        ranks, tp, accumulation = (max(1, int(self.inputs[name].value)) for name in ("ranks", "tp", "accumulation"))
+        controls = (self.inputs[name] for name in ("ranks", "tp", "accumulation"))
+        ranks, tp, accumulation = (1 if one.disabled else max(1, int(one.value)) for one in controls)
         return SEQUENCES_PER_RANK * max(1, ranks // tp) * accumulation
 
     def box(self) -> HBox:

@@ -72,6 +72,15 @@ def test_what_a_workload_says_itself_cannot_be_chosen():
     assert workbench(make_model, batches(), loss).inputs["batch"].disabled
 
 
+def test_the_batch_by_default_is_that_of_the_run_whatever_a_disabled_control_says():
+    choices = Choices(CompareConfig(text="grammar", device="cpu", ranks=4, tp=2, strategies="ddp"))
+    for strategy, batch in (("ddp", 8), ("single", 16)):
+        choices.choose({"strategies": strategy, "batch": None})
+        assert choices.inputs["tp"].disabled == (strategy == "single")
+        assert choices.config().global_batch == batch
+        assert choices.inputs["batch"].placeholder == f"{batch} by default"
+
+
 def test_options_without_a_control_are_kept_where_they_apply():
     choices = Choices(CompareConfig(strategies="fsdp", layout="dim0", text="grammar", seed=7))
     assert (choices.config().layout, choices.config().seed) == ("dim0", 7)
