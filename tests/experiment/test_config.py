@@ -114,7 +114,8 @@ WRONG_TYPES = (
     ("seed", 2**64, "seed: 18446744073709551616 was given; it must be a whole number of 64 bits"),
     ("timeout_s", 1e300, "timeout_s: 1e+300 is not a finite number above 0 and below 1e+09"),
     ("learning_rate", 1e300, "learning_rate: 1e+300 is not a finite number above 0 and below 1e+38"),
-    ("accumulation", 2**64, "accumulation: 18446744073709551616 was given; it must be a whole number of 64 bits"),
+    ("steps", 2**64, "steps: 18446744073709551616 was given; it must be a whole number of 64 bits"),
+    ("accumulation", 2**64, "accumulation: 18446744073709551616 is given; at most 10000000 are allowed in a step"),
 )
 
 

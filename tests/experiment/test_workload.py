@@ -110,6 +110,19 @@ def workloads():
     }  # fmt: skip
 
 
+def test_what_is_no_optimizer_is_refused_before_ranks_start():
+    def by_value(tensors):
+        return torch.optim.SGD([one for one in tensors if one.sum().item() != 1], lr=0.1)  # only with values
+
+    for optimizer, told in (
+        (lambda _: "adam", "optimizer: it returned a str; return a torch.optim.Optimizer"),
+        (torch.optim.LBFGS, r"optimizer: LBFGS.step\(\) needs a closure"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            CompareConfig(workload=Workload(Residual, Labelled(), keyword_loss, optimizer=optimizer))
+    CompareConfig(workload=Workload(Residual, Labelled(), keyword_loss, optimizer=by_value))
+
+
 @pytest.mark.parametrize(("name", "strategies"), [("momentum", OURS), ("uneven batches", ("single", "zero2", "fsdp"))])
 def test_every_strategy_trains_it_as_one_process_does_and_as_planned(pools, tmp_path, name, strategies):
     found = compare(workloads()[name], tmp_path / "run", strategies=strategies, ranks=2, steps=3, pool=pools(2)).summary
