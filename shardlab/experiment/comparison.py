@@ -93,7 +93,7 @@ def prepare(config: CompareConfig, directory: Path, *, overwrite: bool = False) 
     """Make the directory, and begin the comparison in it.
 
     Raises:
-        ValueError: see ``directory.claim`` and ``directory.reserve``; or the data are too few, see ``batches.check_enough``.
+        ValueError: see ``directory.claim`` and ``reserve``; or the data are too few, see ``batches.check_enough``.
     """
     if config.workload is not None:
         num_batches = config.steps * config.accumulation

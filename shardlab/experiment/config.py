@@ -197,8 +197,7 @@ class CompareConfig(CompareOptions):
         """Refuse what no engine can call as an optimizer; of one that cannot be built without ranks they tell."""
         params = dict(self.on_meta.named_parameters())
         try:
-            made = self.workload.apart("optimizer").optimizer_of(StepTensors(params))
-            check_optimizer(made, params.values())
+            check_optimizer(self.workload.apart("optimizer").optimizer_of(StepTensors(params)), params.values())
         except Exception as error:
             if str(error).startswith("optimizer: "):
                 raise

@@ -117,8 +117,7 @@ def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]], borrowed: S
 
     def forward(*given: Any, **named: Any) -> Any:
         if named or len(given) != 2 or given[0] not in stages:
-            how = "call pipeline.run(engine, loss_fn, inputs, targets)"
-            raise ValueError(f"model: these are stages of one, called with a number and its input; to train them {how}")
+            raise ValueError("model: these are stages of one; call pipeline.run(engine, loss_fn, inputs, targets)")
         stage, hidden = given
         return reduce(lambda value, name: reduce(getattr, name.split("."), itself())(value), stages[stage], hidden)
 
