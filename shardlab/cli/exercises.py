@@ -19,7 +19,7 @@ SIGNS = {"passed": "+", "failed": "x", "blocked": "?"}  # in the grid; nothing f
 def exercises(
     names: Annotated[list[str] | None, typer.Argument(help="Of exercises, as zero1.owners; none for all.")] = None,
     grade: Annotated[
-        Path | None, typer.Option(help="Mark this folder: a .py file, notebook or folder for each student.")
+        Path | None, typer.Option(help="Mark a folder in which each student has a .py file, a notebook or a folder.")
     ] = None,
     extra: Annotated[Path | None, typer.Option("--with", help="A .py file with exercises of your own.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
@@ -38,7 +38,9 @@ def exercises(
     own = {exercise.name: exercise for exercise in known}
     known = [own[name] if name in own else course.find(name) for name in names] if names else known
     if sheet or solutions:
-        typer.echo("\n\n".join(map(_on_solution if solutions else _on_sheet, known)))
+        one = known[0]
+        last = f'Check an answer in a notebook: `shardlab.course.check("{one.name}", {one.function_name})`.'
+        typer.echo("\n\n".join(map(_on_solution, known) if solutions else [*map(_on_sheet, known), last]))
         return
     if grade is None:
         _print_list(known, json)
@@ -63,7 +65,8 @@ def _print_list(exercises: "list[course.Exercise]", json: bool) -> None:
         return
     say(table_of(pd.DataFrame(rows).drop(columns="function"), "", 1))
     typer.echo(
-        f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}; --sheet prints what is asked.\n"
+        f"Write each as a function: {rows[0]['name']} as {rows[0]['function']}; --sheet prints what is asked, "
+        "and --grade FOLDER says what is wrong with the answers in a folder.\n"
         "Every exercise is checked with right solutions, which must pass, and wrong ones, which must not."
     )
 

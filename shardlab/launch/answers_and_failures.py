@@ -198,7 +198,8 @@ class Collector:
         summary = (
             f"ranks waited in a collective for more than timeout_s={self._patience.timeout_s:g} s: {places or '-'}"
         )
-        absent = [row for row in rows if row not in waiting]
+        met = waiting or in_one
+        absent = [row for row in rows if row not in waiting and any(one.may_meet(row.rank) for one in met)]
         if absent:
             summary += ". Not in it: " + ", ".join(f"rank {row.rank} ({self._process(row.rank)})" for row in absent)
         if difference := mismatch(rows):

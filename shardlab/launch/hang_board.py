@@ -27,7 +27,8 @@ from shardlab.launch.stack import SeenCall
 from shardlab.vocabulary import Collective
 
 _VERSION = struct.Struct("=Q")
-_BODY = struct.Struct("=qqqB32s24s16s120s24s256s")
+_GROUP_BYTES = 24
+_BODY = struct.Struct(f"=qqqB32s24s16s120s{_GROUP_BYTES}s256s")
 SLOT_BYTES = 512
 _LINE_BYTES = 256
 _WAITS = ("wait", "wait_all")  # of ``shardlab.comm.events``, as ``stack.py`` names them
@@ -75,6 +76,10 @@ class BoardRow:
         """The collective in words: ``all_reduce 'gradients of bucket 2' of 100 float32``."""
         tag = f" '{self.tag}'" if self.tag else ""
         return f"{self.op}{tag}" + (f" of {self.elements}" if self.elements else "")
+
+    def may_meet(self, rank: int) -> bool:
+        """Whether a rank is of the group, as far as the slot has room to tell."""
+        return len(self.group) in (0, _GROUP_BYTES) or str(rank) in self.group.split(",")
 
     def waited_s(self, now_ns: int) -> float:
         """Seconds since the collective was issued; 0 unless it is still under way."""

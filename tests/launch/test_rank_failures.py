@@ -258,6 +258,20 @@ def test_a_rank_that_skipped_a_collective_is_named_on_gloo():
     assert re.search(r"\nrank +process +seq +collective", str(caught.value))
 
 
+def test_who_is_missing_is_looked_for_in_the_group_alone():
+    def half(rank):
+        with Mesh({"data": 2}, ranks=range(2), transport="gloo") as mesh:
+            if rank == 0:
+                mesh.data.all_reduce(torch.ones(1)).wait()
+
+    with (
+        RankPool(3, device="cpu", timeout_s=1.0) as pool,
+        pytest.raises(RankHang, match=r"Not in it: rank 1 \(") as caught,
+    ):
+        pool.run(half)
+    assert "rank 2" not in str(caught.value).partition("\nrank ")[0]
+
+
 def spin(rank):
     while rank == 1:
         pass

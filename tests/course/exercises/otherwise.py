@@ -134,6 +134,14 @@ mean, self.comm.reduce_scatter(full, mean, tag="gradients")
         ("loses_the_last_batch", {"    ahead =": "    num_micro_batches -= 1\n    ahead ="}),
         ("backward_first", {"    return actions": "    return [actions.pop(ahead), *actions]"}),
         ("forgets_a_backward", {"    return actions": "    return [each for each in actions if each[1:] != 'B1']"}),
+        ("all_forwards_first", {"num_ranks - rank, num": "num_ranks - rank + (rank + 1 == num_ranks), num"}),
+        ("counted_from_one", {"min(num_ranks - rank, num_micro_batches)": "num_ranks - rank"}),
+    ],
+    "pipeline.finish": [
+        ("nothing_finished", {"in means)": "in means[:1])", '"gradients": means': '"gradients": sums[:]'}),
+        ("norm_of_the_first", {"in means)": "in means[:1])"}),
+        ("norm_of_the_first", {"total.sqrt()": "total"}),
+        ("norm_of_the_first", {"in means)": "in sums)"}),
     ],
 }  # fmt: skip
 UNKNOWN = {

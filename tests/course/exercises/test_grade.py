@@ -213,6 +213,7 @@ def test_a_sheet_has_the_tasks_and_no_solution_and_solutions_say_why() -> None:
         assert text in sheet
     assert "owned[name]" in solutions
     assert "interval" in solutions
+    assert sheet.endswith('`shardlab.course.check("zero1.owners", zero1_owners)`.\n')
     assert "owned[name]" not in sheet
 
 

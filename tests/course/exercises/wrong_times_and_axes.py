@@ -258,8 +258,28 @@ def over_the_largest_of_all_queries(one, other):
 
 
 def sums_by_heart(comm, sums, num_micro_batches):
-    return right_finish(comm, sums, 4)
+    return right_finish(comm, sums, 5)
+
+
+def norm_of_the_first(comm, sums, num_micro_batches):
+    return {
+        **right_finish(comm, sums, num_micro_batches),
+        "norm": right_finish(comm, sums[:1], num_micro_batches)["norm"],
+    }
+
+
+def nothing_finished(comm, sums, num_micro_batches):
+    return {**right_finish(comm, sums, num_micro_batches), "gradients": sums}
 
 
 def counted_from_one(num_ranks, num_micro_batches, rank):
     return [f"{action[:2]}{int(action[2:]) + 1}" for action in right_schedule(num_ranks, num_micro_batches, rank)]
+
+
+def waits_with_each(num_ranks, num_micro_batches, rank):
+    """On all ranks a backward as soon as its forward is over."""
+    return [f"{rank}{kind}{number}" for number in range(num_micro_batches) for kind in "FB"]
+
+
+def other_stage(num_ranks, num_micro_batches, rank):
+    return right_schedule(num_ranks, num_micro_batches, 0)

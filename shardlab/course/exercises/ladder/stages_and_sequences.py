@@ -28,9 +28,10 @@ def schedule_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     Rank r has stage r. An action is a text: "2F0" is the forward of stage 2 for micro-batch 0, "2B0" its backward. The
     forward of a stage needs that of the stage before for the same micro-batch, the backward that of the stage behind; a
     rank does its list in order, and waits for what an action needs. Return the list of actions of this rank: every
-    micro-batch forward and backward, once. With forwards of one slot and backwards of two, no rank may idle for more
-    than 3 (p - 1) slots, and rank r may hold no more than min(m, p - r) micro-batches between forward and backward. The
-    lists are played on a clock, and then done by real ranks, whose gradients must be those of one process.
+    micro-batch forward and backward, once. Of p = num_ranks and m = num_micro_batches: rank r may hold no more than
+    min(m, p - r) micro-batches between forward and backward, and may idle, in the whole run, for no more than 3 (p - 1)
+    slots, where a forward takes one slot, a backward two, and a message none. The lists are played on a clock, and then
+    done by real ranks, whose gradients must be those of one process.
 
     Hints:
     - The last rank can do 3F0 3B0 3F1 3B1 and so on: a backward as soon as its forward is over. It holds one.
@@ -79,17 +80,24 @@ def do_schedule(function: Function, mesh: BaseMesh, num_ranks: int, num_micro_ba
     pipeline = Pipeline(model, schedule, mesh, tuple(map(str, range(1, num_ranks))))
     with Engine(pipeline.module, lambda params: torch.optim.SGD(params, 0.1), mesh, DDP()) as engine:
         pipeline.run(engine, nn.functional.mse_loss, inputs, targets)
-        return _found(schedule, mesh["pipe"].rank, _gradients(pipeline.module))
+        rank = mesh["pipe"].rank
+        held, most = schedule.in_flight(rank), min(num_micro_batches, num_ranks - rank)
+        fault = f"{held} micro-batches are held at once, and {most} may be" if held > most else ""
+        return Measured(_found(schedule, rank, _gradients(pipeline.module)), fault=fault)
 
 
 def _read(lists: Sequence[Any], num_micro_batches: int) -> Schedule:
     if not all(isinstance(actions, list | tuple) for actions in lists):
         raise ValueError("no list of actions came back")
-    schedule = Schedule(tuple(tuple(Action.parse(str(action)) for action in actions) for actions in lists))
+    parsed = tuple(tuple(Action.parse(str(action)) for action in actions) for actions in lists)
+    for rank, action in ((rank, action) for rank, actions in enumerate(parsed) for action in actions):
+        if action.stage != rank or action.kind not in SLOTS:
+            raise ValueError(f"{action} is not for rank {rank}: its actions are {rank}F and {rank}B of a micro-batch")
+        if action.micro_batch >= num_micro_batches:
+            raise ValueError(f"{action}: there are {num_micro_batches} micro-batches, and the first one is 0")
+    schedule = Schedule(parsed)
     if schedule.num_micro_batches != num_micro_batches:
         raise ValueError(f"it has {schedule.num_micro_batches} of {num_micro_batches} micro-batches")
-    if (own := list(schedule.rank_of.items())) != [(rank, rank) for rank in range(len(lists))]:
-        raise ValueError(f"rank r has stage r, and the (stage, rank) of these lists are {own}")
     return schedule
 
 
@@ -103,16 +111,19 @@ SCHEDULE = Exercise.of(
 def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
     """pipeline_finish(comm, sums, num_micro_batches): what is left to do when all backwards are over.
 
-    sums is the list of this stage's gradients, float64 vectors, each the sum over the micro-batches of the gradients of
-    mean losses. The ranks of comm have the other stages. Return a dict: "gradients", those of the mean loss over all
-    rows, and "norm", the 2-norm of the gradients of the whole model, the same on all ranks. One message is enough:
-    comm.all_reduce(tensor).wait() adds up in place.
+    sums is the list of this stage's gradients, float64 vectors, one or several, each the sum over the micro-batches of
+    the gradients of mean losses. All micro-batches have as many rows. The ranks of comm have the other stages. Return a
+    dict: "gradients", those of the mean loss over all rows, and "norm", a number, the 2-norm of the gradients of the
+    whole model, the same on all ranks. One message is enough: comm.all_reduce(tensor).wait() adds up in place.
 
     Hints:
-    - All micro-batches have as many rows: the mean over rows is the mean over micro-batches of their means.
+    - The mean over all rows is the mean over micro-batches of their means.
     - A norm is the root of a sum of squares, and squares add up over stages: comm.all_reduce(squares).wait().
     """
-    sums = [[torch.arange(1.0, 3 + rank, dtype=torch.float64) * (-1) ** rank] for rank in range(num_ranks)]
+    sums = [
+        [torch.arange(1.0, 3 + rank + place, dtype=torch.float64) * (-1) ** rank for place in range(1 + rank % 2)]
+        for rank in range(num_ranks)
+    ]
     means = [[gradient / num_micro_batches for gradient in own] for own in sums]
     norm = torch.cat([gradient for own in means for gradient in own]).norm().item()  # a number is one, too
     traffic = Traffic.alike(Collective.ALL_REDUCE, [8], num_ranks)
@@ -123,7 +134,7 @@ def finish_case(words: str, num_ranks: int, num_micro_batches: int) -> Case:
 
 
 FINISH = Exercise.of(
-    "pipeline.finish", finish_case, "18_pipelines", {"2 stages": (2, 4), "3 stages": (3, 5)},
+    "pipeline.finish", finish_case, "18_pipelines", {"2 stages": (2, 5), "3 stages": (3, 7)},
     drawn=lambda result: numbers_in(result["norm"]), drawn_words="the norm",
 )  # fmt: skip
 
