@@ -99,6 +99,11 @@ class BoardWriter(Observer):
         self._seen: SeenCall | None = None  # in the last look
         self._shown: CollectiveEvent | SeenCall | None = None
 
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether a collective of a communicator is under way."""
+        return bool(self._in_flight)
+
     def issued(self, event: CollectiveEvent) -> None:
         """Show the collective unless an older one is still in flight."""
         locate(event)

@@ -176,7 +176,8 @@ def _tell_ignored(ignored: "sys.UnraisableHookArgs") -> None:
 def _watch(life: Connection, board: BoardWriter) -> None:
     stack, forkserver_pid = StackWatch(main_thread().ident or 0), os.getppid()
     while not life.poll(_LOOK_EVERY_S) and os.getppid() == forkserver_pid:
-        board.seen(stack.look())
+        # What is on the board waits for itself: no stack is walked of a thread that may go on meanwhile.
+        board.seen(None if board.has_in_flight else stack.look())
     _cut()
 
 

@@ -622,3 +622,16 @@ def test_python_values_come_back_from_json():
         assert torch.equal(found, tensor)
     with pytest.raises(ValueError, match=r"scheduler\.lambdas\[1\]: .*not set"):
         encode({"lambdas": [1, {2}]}, "scheduler")
+
+
+def test_a_parameter_with_gaps_is_saved(tmp_path):
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    with build_engine("bucketed", model, ADAMW, Mesh.alone("cpu")) as engine:
+        step_on(engine, engine(torch.ones(2, 4)).square().sum())
+        engine.save(tmp_path)
+        kept = model.weight.detach().clone()
+        step_on(engine, engine(torch.ones(2, 4)).square().sum())
+        engine.load(tmp_path)
+        assert torch.equal(model.weight, kept)
+        assert model.weight.stride() == (8, 2)

@@ -91,6 +91,25 @@ def data_is_replaced_where_parameters_are_views(user):
     user.train(1, 2)
 
 
+@story(
+    on=("ddp", "bucketed", "zero1", "zero1-one", "zero2"), instead=None,
+    refused="was written to while backward ran.*engine.step",
+)  # fmt: skip
+def an_optimizer_steps_in_hooks_of_gradients(user):
+    """As recipes do that free each gradient at once: each rank would step by its own."""
+
+    def step(param):
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.1)
+        param.grad = None
+
+    hooks = [param.register_post_accumulate_grad_hook(step) for param in user.module.parameters()]
+    user.refuses(user.go_back, 0)
+    for hook in hooks:
+        hook.remove()
+    user.train(0)
+
+
 @story()
 def averaged_weights_are_put_in_and_back(user):
     """As classes do that keep a moving average: the backup is the memory that was there, and no copy."""

@@ -5,9 +5,11 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter_ns
 from traceback import walk_stack
+from unittest import mock
 
 from shardlab.comm.callers import line_of_caller
 from shardlab.comm.events import CollectiveEvent
+from shardlab.launch import worker
 from shardlab.launch.hang_board import Board, BoardWriter, CallState, mismatch
 from shardlab.launch.stack import SeenCall, _call_of
 from shardlab.vocabulary import Collective
@@ -27,6 +29,20 @@ def shown(board, rank=1):
 def make(tmp_path, world_size=3, rank=1):
     board = Board(tmp_path / "board", world_size)
     return board, BoardWriter(board.path, rank)
+
+
+def test_no_stack_is_walked_of_a_thread_that_waits_for_what_is_on_the_board(tmp_path, monkeypatch):
+    _, writer = make(tmp_path)
+    life, looks = mock.Mock(poll=mock.Mock(side_effect=[False, False, True])), mock.Mock(return_value=None)
+    monkeypatch.setattr(worker, "StackWatch", lambda _: mock.Mock(look=looks))
+    monkeypatch.setattr(worker, "_cut", lambda: None)
+    writer.issued(event(0))
+    worker._watch(life, writer)
+    assert not looks.called
+    writer.clear()
+    life.poll.side_effect = [False, True]
+    worker._watch(life, writer)
+    assert looks.call_count == 1
 
 
 def call(op="barrier"):

@@ -260,7 +260,7 @@ def checksum(path: Path) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file and sync it to disk."""
-    save_file(dict(tensors), path)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)  # flat, but perhaps with gaps
     sync(path)
 
 

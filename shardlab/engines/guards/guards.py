@@ -319,6 +319,8 @@ class Guards:
     def _is_asked(self, rule: Rule, moment: Moment, engine: Engine) -> bool:
         if rule.gradients and engine.gradient_state not in rule.gradients:
             return False
+        if rule.where is Where.WHOLE and self.looks_once:  # a forward between its backwards may write
+            return False
         if rule.change == "gradient_version" and self._is_alone:
             # One process alone may change its sums, which are the means; unless earlier ones are elsewhere.
             return engine.gradient_state is GradientState.MEANS_AND_LOCAL

@@ -25,6 +25,7 @@ class Where(Enum):
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
     ELSEWHERE = "sums of no_sync() may add up elsewhere than at the parameter"  # in more bits, or summed in part
     SPREAD = "stepped in pieces, which are gathered after the step"
+    WHOLE = "neither sharded nor rounded, on several ranks"
     SHARDED = "sharded"
     SLICED = "sliced by tensor parallelism, or a stage of a pipeline"
 
@@ -106,6 +107,11 @@ RULES = (
         "a buffer for what forward changes",
     ),
     Rule(
+        "parameter", "version", frozenset(BACKWARD_OVER), Where.WHOLE,
+        "parameter {name!r}: it was written to while backward ran, as by an optimizer that steps in a hook, with this "
+        "rank's own gradient; step with engine.step(), when gradients are means",
+    ),
+    Rule(
         "parameter", "gradient_version", frozenset({Moment.BACKWARD, Moment.REDUCE, Moment.STEP}), Where.ALL,
         "gradient of {name!r}: it was changed in place after a backward inside no_sync(), when it was this rank's own "
         "sum and not yet the mean; " + _CLIP + ", or engine.finish_gradients() before what changes gradients",
@@ -154,12 +160,14 @@ _OF_SHARDED = {
     ("parameter", "version"): {*BACKWARD_OVER, Moment.FORWARDED, Moment.FAILED, Moment.FULL},
     ("piece", "version"): {Moment.FULL},
 }
+# Whole ones may be written to at any time but in backward.
+_OF_OTHERS = {("parameter", "version"): {Moment.BACKWARD}}
 
 
 def remembered(chosen: Sequence[Rule], *, is_sharded: bool) -> dict[Moment, list[tuple[str, str]]]:
     """What is remembered after each moment, as far as rules look at it: of which tensors which field."""
     looked_at = {(rule.of, rule.change) for rule in chosen}
-    tables = (_REMEMBERED, _OF_SHARDED) if is_sharded else (_REMEMBERED,)
+    tables = (_REMEMBERED, _OF_SHARDED if is_sharded else _OF_OTHERS)
     keys = [key for key in _REMEMBERED if key in looked_at]
     return {moment: [key for key in keys if any(moment in table.get(key, ()) for table in tables)] for moment in Moment}
 
@@ -176,6 +184,7 @@ def where_of(engine: Engine) -> set[Where]:
         Where.FLAT: is_flat,
         Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.full_gathers)),
         Where.NOT_IN_PLACE: strategy.full_gathers,
+        Where.WHOLE: not strategy.full_gathers and engine.num_data_ranks > 1,
         Where.ELSEWHERE: strategy.sends_in_no_sync or (strategy.full_gathers and not is_sharded),
         Where.SHARDED: is_sharded,
         Where.SLICED: MeshAxis.PIPE in engine.mesh.axes or any(one.num_ranks > 1 for one in engine.slices.values()),
