@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "why": NUMBERS | {"analysis", "schedules"},
     "plots": NUMBERS | {"analysis", "schedules"},
     "schedules": {"partition", "vocabulary"},
-    "context": {"comm", "partition", "vocabulary"},
+    "context": {"comm", "vocabulary"},
     "pipeline": {"comm", "engines", "partition", "schedules", "vocabulary"},
     "engines": {"comm", "meta_device", "partition", "units", "vocabulary"},
     "tensor_parallel": {"comm", "meta_device", "partition", "vocabulary"},

@@ -26,8 +26,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardlab.partition.chunks import require_count
-from shardlab.partition.slices import require_rank
 from shardlab.vocabulary import Collective
 
 WAYS = ("ulysses", "gathered", "ring")
@@ -37,12 +35,10 @@ def positions_of(seq_len: int, num_ranks: int, rank: int, *, zigzag: bool = Fals
     """Where the tokens of a rank are in the sequence, int64 (seq_len / num_ranks,).
 
     Raises:
-        ValueError: the ranks do not divide the sequence, or twice their number not that of a zigzag; no such rank.
+        ValueError: the ranks do not divide the sequence, or twice their number not that of a zigzag.
     """
-    require_count("seq_len", seq_len, 1)
-    require_rank(rank, num_ranks)
     pieces = num_ranks * (2 if zigzag else 1)
-    if seq_len % pieces:
+    if seq_len < 1 or seq_len % pieces:
         raise ValueError(
             f"seq_len: {seq_len} tokens do not divide into {pieces} pieces on {num_ranks} ranks; give a multiple of "
             f"{pieces}"
@@ -62,9 +58,7 @@ def require_fit(
     """
     require_way(way, zigzag=zigzag)
     positions_of(seq_len, num_ranks, 0, zigzag=zigzag)
-    require_count("heads", heads, 1)
-    require_count("kv_heads", kv_heads, 1)
-    if heads % kv_heads:
+    if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"kv_heads: {kv_heads} do not divide the {heads} heads; give a divisor")
     for field, number in (("heads", heads), ("kv_heads", kv_heads)):
         if way == "ulysses" and number % num_ranks:
@@ -84,7 +78,6 @@ def require_way(way: str, *, zigzag: bool) -> None:
 
 def share_of_work(seq_len: int, num_ranks: int, *, zigzag: bool = False) -> float:
     """The pairs of query and key that the busiest rank computes under a causal mask, over the mean of the ranks."""
-    require_count("num_ranks", num_ranks, 1)
     pairs = [int((positions_of(seq_len, num_ranks, rank, zigzag=zigzag) + 1).sum()) for rank in range(num_ranks)]
     return max(pairs) * num_ranks / sum(pairs)
 
@@ -106,8 +99,6 @@ def messages_of(
         ValueError: as ``require_fit``.
     """
     require_fit(way, num_ranks, seq_len=seq_len, heads=heads, kv_heads=kv_heads)
-    require_count("batch", batch, 1)
-    require_count("head_dim", head_dim, 1)
     own = batch * (seq_len // num_ranks) * head_dim  # elements of one head on one rank
     if num_ranks == 1:
         return []

@@ -81,7 +81,7 @@ class Job:
         if self.data % self.shards:
             raise ValueError(f"data: {self.data} is given; hosts of {self.shards} data ranks must divide it")
         if (ranks := self.data * self.tensor) > (host := self.links.per_host) and ranks % host:
-            raise ValueError(f"network: {host} per host do not divide {ranks} ranks; hosts have equally many")
+            raise ValueError(f"network: {host} per host do not divide {ranks} ranks; give hosts with equally many")
 
     @property
     def row(self) -> Row:

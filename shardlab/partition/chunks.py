@@ -30,10 +30,8 @@ def parse_partition(partition: Partition | str) -> Partition:
         raise ValueError(f"partition: {partition!r} is not one of {', '.join(Partition)}") from None
 
 
-def require_count(field: str, value: int | str, minimum: int) -> None:
-    """Raise ValueError, naming ``field``, when ``value`` is a text or below ``minimum``."""
-    if isinstance(value, str):
-        raise ValueError(f"{field}: the text {value!r} is given; give a number, at least {minimum}")
+def require_count(field: str, value: int, minimum: int) -> None:
+    """Raise ValueError, naming ``field``, when ``value`` is below ``minimum``."""
     if value < minimum:
         raise ValueError(f"{field}: {value} is too small; it must be at least {minimum}")
 

@@ -93,11 +93,11 @@ def parts_slice(full_shape: tuple[int, ...], dim: int, parts: Iterable[int], ind
     return TensorSlice(tuple(full_shape), dim, tuple(ranges), index, num_ranks)
 
 
-def require_rank(rank: int | str, num_ranks: int) -> None:
+def require_rank(rank: int, num_ranks: int) -> None:
     """Raise ValueError when ``rank`` is not one of ``num_ranks`` ranks."""
     require_count("num_ranks", num_ranks, 1)
-    if isinstance(rank, str) or not 0 <= rank < num_ranks:
-        raise ValueError(f"rank: {rank!r} is not one of the {num_ranks} ranks; it must be 0 to {num_ranks - 1}")
+    if not 0 <= rank < num_ranks:
+        raise ValueError(f"rank: {rank} is not one of the {num_ranks} ranks; it must be 0 to {num_ranks - 1}")
 
 
 def require_divisible(what: str, size: int, num_ranks: int) -> None:

@@ -301,10 +301,8 @@ class _Step:
         stage, like = action.stage, Like(tuple(output.shape), output.dtype)
         known = self._pipeline._like.setdefault((stage, self._shapes[action.micro_batch]), like)
         if known != like:  # the next rank would wait for another message
-            raise ValueError(
-                f"stages: stage {stage} gives {like.shape} of {like.dtype}, and {known.shape} of {known.dtype} before; "
-                "inputs of one shape must give outputs of one shape and dtype"
-            )
+            now, before = (f"{one.shape} of {one.dtype}" for one in (like, known))
+            raise ValueError(f"stages: stage {stage} gives {now}, and {before} before, of inputs of one shape")
         if known is not like:
             return
         if output.dtype not in _DTYPES or output.ndim > _MAX_DIMS:
