@@ -19,10 +19,10 @@ CLOSURES = {
     "single": 717, "ddp": 735, "bucketed": 1072, "zero1": 1395, "zero2": 1405, "zero3": 1604, "fsdp": 2199,
 }  # fmt: skip
 ROOMS = {
-    "__init__": 30, "__main__": 2, "analysis": 698, "bench": 924, "cli": 1759, "comm": 2718, "context": 221,
-    "course": 5665, "data_sets": 80, "dry": 325, "engines": 5195, "experiment": 4269, "export": 671, "field_types":
-    19, "forecast": 1606, "installed": 29, "launch": 1738, "meta_device": 34, "models": 185, "optimizers": 234,
-    "partition": 685, "pipeline": 374, "planner": 670, "plots": 1435, "recording": 1082, "records": 473, "same":
+    "__init__": 30, "__main__": 2, "analysis": 698, "bench": 924, "cli": 1762, "comm": 2718, "context": 221,
+    "course": 5676, "data_sets": 80, "dry": 325, "engines": 5205, "experiment": 4284, "export": 671, "field_types":
+    19, "forecast": 1608, "installed": 29, "launch": 1747, "meta_device": 34, "models": 185, "optimizers": 234,
+    "partition": 685, "pipeline": 374, "planner": 670, "plots": 1441, "recording": 1082, "records": 473, "same":
     2154, "schedules": 226, "tensor_parallel": 1352, "testing": 633, "trace": 947, "units": 207, "vocabulary": 80,
     "why": 1205,
 }  # fmt: skip
@@ -53,7 +53,7 @@ ROOMS = {
 # else ranks do that one process does not (same 46), files and numbers that are none (cli 7, planner 5); a function that
 # had two ideas (forecast 2); hooks that are out while a schedule runs, and its line, looked for once (engines 20,
 # comm 27).
-WHOLE = 37_925
+WHOLE = 37_981
 
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,

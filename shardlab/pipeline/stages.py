@@ -115,8 +115,8 @@ def module_of(model: nn.Module, stages: Mapping[int, Sequence[str]], borrowed: S
     # Or it would hold itself, and its parameters would stay until cycles are collected.
     itself: Any = weakref.ref(module)
 
-    def forward(*given: Any) -> Any:
-        if len(given) != 2 or given[0] not in stages:
+    def forward(*given: Any, **named: Any) -> Any:
+        if named or len(given) != 2 or given[0] not in stages:
             raise ValueError("model: these are stages of one; call pipeline.run(engine, loss_fn, inputs, targets)")
         return reduce(lambda value, name: reduce(getattr, name.split("."), itself())(value), stages[given[0]], given[1])
 
