@@ -35,7 +35,7 @@ from shardlab.engines.any_engine import AnyEngine
 from shardlab.engines.engine import Engine
 
 _CALLS = "call backward, step and zero_grad equally often on all ranks"
-_OPTIONS = "give the optimizer the same options on all ranks, for example by equal schedulers"
+_OPTIONS = "give the optimizer the same options, for example by equal schedulers, and freeze the same, on all ranks"
 _WRITES = "write parameters alike on all ranks, for example after a broadcast"
 _BUFFERS = (
     "where forward computes a buffer from a rank's own rows, build the engine with broadcast_buffers=True, which sends "
@@ -58,7 +58,7 @@ class Did:
         num_steps: steps taken.
         checksum: the sum of the bits of the parameters, modulo 2**64; None where ranks keep different pieces of them,
             or differ by design.
-        options: of the optimizer's groups, as text: "group 0's lr" -> "0.1".
+        options: of the optimizer's groups, as text: "group 0's lr" -> "0.1"; and which parameters are frozen.
         whole: for each parameter that the tensor axis does not divide, the sum of the absolute values of what this rank
             steps of it, and by how much this may differ; empty without a tensor axis.
         buffers: for each, the sum of its bits; empty where they are not compared.
@@ -96,6 +96,8 @@ def did(engine: AnyEngine) -> Did:
         for number, group in enumerate(engine.optimizer.param_groups)
         for option, value in group.items() if option != "params"
     }  # fmt: skip
+    # Under ZeRO a rank that has frozen one counts as zeros, and steps its own piece of it no more.
+    options["frozen"] = ", ".join(name for name, one in engine.params.items() if not one.requires_grad) or "nothing"
     return Did(engine.num_backwards, engine.num_steps, checksum, options, whole)
 
 

@@ -20,6 +20,7 @@ WRONG = {
     "skips a step": r"steps \(2 on most ranks, 1 on rank 1\); sum of the parameters' bits \(rank 1 against 2 equal",
     "writes": r"differ in sum of the parameters' bits \(rank 1 against 2 equal ones\); write parameters alike",
     "another rate": r"differ in group 0's lr \(0\.01 on most ranks, 0\.5 on rank 1\).*; give the optimizer the same",
+    "freezes": r"differ in frozen \(nothing on most ranks, 0\.weight on rank 1\).*; give .* and freeze the same",
 }
 
 
@@ -42,6 +43,8 @@ def trains(rank, strategy, wrong, options=None):
             engine.zero_grad()
         if wrong == "writes" and rank == 1:
             next(iter(engine.step_tensors())).data[0] += 1
+        if wrong == "freezes" and rank == 1:
+            engine.params["0.weight"].requires_grad_(False)
         if wrong is not None:
             with pytest.raises(RuntimeError, match="agreement: ranks differ in ") as caught:
                 check_agreement(engine)
