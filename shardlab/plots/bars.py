@@ -11,7 +11,8 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from shardlab.analysis import at_rest, peak, process_items
+from shardlab.analysis import peak, process_items
+from shardlab.analysis.held_bytes import on_fullest_rank
 from shardlab.analysis.rows import labelled, labels_of, require_columns
 from shardlab.plots.text import byte_listing, byte_scale, format_bytes, format_count, joined, listing, subtitle
 from shardlab.plots.theme import INK, PART_COLOURS, PATTERNS, ROLE_COLOURS, finish, new_figure, nothing
@@ -25,7 +26,7 @@ FAR = 8  # times the longest bar: a line there would leave no bar to see
 END_TEXT_PX = 96  # room for the text behind the longest bar, at least
 WIDEST_LETTER_PX = 10
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
-NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
+NOTES = {"rest": "on the rank that holds most", "peak": "the one moment with most live bytes"}
 PROCESS = "Held by the process of one rank"
 ON_GPU = "What a rank needs at least"
 ON_GPU_COLUMNS = {
@@ -106,7 +107,7 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity:
 
 
 def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool = False) -> go.Figure:
-    """Bytes of each role as stacked bars, one bar per run: the maximum over the ranks of the table.
+    """Bytes of each role as stacked bars, one bar per run: on the rank of the table that holds the most.
 
     At rest without unattributed tensors, which no plan and no sum of a strategy counts; ``held_by_process`` shows them.
 
@@ -121,9 +122,8 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool
     MEMORY.check(memory)
     if where not in TITLES:
         raise ValueError(f"where: {where!r} is not one of rest, peak")
-    held = labelled((at_rest if where == "rest" else peak)(memory))
-    if where == "rest":
-        held = held[held["role"] != str(Role.UNATTRIBUTED)]
+    is_named = memory["role"] != str(Role.UNATTRIBUTED)
+    held = labelled(on_fullest_rank(memory[is_named]) if where == "rest" else peak(memory))
     if held.empty:
         return nothing(TITLES[where], "memory was not traced")
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where]))

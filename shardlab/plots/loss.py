@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from shardlab.analysis import at_rest
+from shardlab.analysis.held_bytes import on_fullest_rank
 from shardlab.analysis.rows import labelled, labels_of, traced
 from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
@@ -185,7 +185,7 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
                 name=label, legendgroup=label, showlegend=column == 1, line=line | {"width": wide}, row=1, col=column,
                 hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>{hover}<extra></extra>",
             )  # fmt: skip
-    unit = _draw_memory(figure, labelled(at_rest(memory)), labels) if len(memory) else "B"
+    unit = _draw_memory(figure, labelled(on_fullest_rank(memory)), labels) if len(memory) else "B"
     figure.update_xaxes(title_text="step", tickformat="d", col=1).update_xaxes(title_text="step", tickformat="d", col=2)
     for column, title in enumerate(("loss", "time of a step (ms)", f"held at rest ({unit})"), 1):
         figure.update_yaxes(title_text=title, rangemode="normal" if column == 1 else "tozero", col=column)

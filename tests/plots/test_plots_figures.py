@@ -5,7 +5,7 @@ from shardlab import analysis, plots
 from shardlab.analysis.rows import step_lengths
 from shardlab.plots.show import plain_json
 from shardlab.plots.theme import COLLECTIVE_COLOURS, ROLE_COLOURS, STRATEGY_COLOURS
-from shardlab.records.tables import COLLECTIVES, SPANS
+from shardlab.records.tables import COLLECTIVES, MEMORY, SPANS
 from tests.plots.sample_records import BYTES_BY_ROLE, NUM_RANKS, NUM_STEPS, NUMEL, RUNS, trace
 
 
@@ -109,6 +109,34 @@ def test_shard_map_tiles_the_parameters(records):
     assert covered[-1][1] == pytest.approx(NUMEL / 1e6)
     assert [end for _, end in covered[:-1]] == pytest.approx([start for start, _ in covered[1:]])
     assert "each of 4 ranks holds 300,000 elements (25 %)" in plots.summary_of(figure)
+
+
+def test_a_shard_map_of_some_ranks_is_refused(records):
+    with pytest.raises(ValueError, match=r"shards: no rank holds all of 'blocks.1.w'; give the rows of all ranks"):
+        plots.shard_map(records.shards[records.shards["rank"] == 2], run="zero1", role="optimizer_state")
+    one = plots.shard_map(records.shards, run="single")
+    assert f"the one rank holds {NUMEL:,} elements (100 %)" in plots.summary_of(one)
+
+
+def test_a_bar_at_rest_is_what_one_rank_holds():
+    held = {0: {"parameter": 10_000, "other": 500}, 1: {"parameter": 9_000, "other": 900}}
+    keys = dict.fromkeys(MEMORY.column_names) | {"run": "fsdp", "source": "measured", "step": 0, "where": "rest"}
+    rows = [{**keys, "rank": rank, "role": role, "bytes": num} for rank in held for role, num in held[rank].items()]
+    figure = plots.memory_by_role(MEMORY.frame(rows))
+    assert trace(figure, "end").text == (" 10.5 kB",)
+    assert by_run(figure, "other") == {"fsdp": 0.5}
+
+
+def test_what_reports_a_loss_after_its_step_is_not_of_the_step(records):
+    last = records.collectives[records.collectives["op"] == "all_reduce"]
+    last = last.drop_duplicates(["run", "rank", "step"], keep="last")
+    late = {column: last[column] + 9e4 for column in ("issue_us", "start_us", "end_us", "wait_start_us", "wait_end_us")}
+    told = pd.concat([records.collectives, last.assign(phase="metrics", seq=last["seq"] + 100, **late)])
+    for draw in (
+        lambda sent: plots.collective_timeline(sent, records.spans, run="ddp", step=3),
+        lambda sent: plots.wire_volume(sent), lambda sent: plots.traffic_matrix(sent, run="ddp", step=3),
+    ):  # fmt: skip
+        assert plots.summary_of(draw(told)) == plots.summary_of(draw(records.collectives))
 
 
 def test_emulated_and_predicted_are_said(records):
