@@ -1,3 +1,4 @@
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -67,6 +68,31 @@ def test_loss_curves_hold_the_losses(records):
         assert trace(figure, run).line.color == STRATEGY_COLOURS[run]
     widths = [line.line.width for line in figure.data]
     assert widths == sorted(widths, reverse=True)
+
+
+def test_losses_that_are_not_finite_are_gaps_and_named(records):
+    steps = records.steps.copy()
+    steps.loc[(steps["run"] == "ddp") & (steps["step"] == 3), "loss"] = np.inf
+    steps.loc[steps["run"] == "zero1", "loss"] = np.nan
+    words = "ithout a finite loss: ddp (first at step 3) and zero1 (first at step 0)"
+    for draw in (plots.loss_curves, plots.loss_difference):
+        figure = draw(steps)
+        assert words in plots.summary_of(figure)
+        assert words in figure.layout.title.subtitle.text
+        assert [np.isnan(y) for y in trace(figure, "ddp").y] == [step == 3 for step in range(NUM_STEPS)]
+        assert np.isnan(trace(figure, "zero1").y).all()
+    assert "zero1 from" not in plots.summary_of(plots.loss_curves(steps))
+    progress = plots.training_progress(steps, records.memory)
+    assert "zero1, step 9: loss not finite" in plots.summary_of(progress)
+    assert np.isnan(trace(progress, "ddp").y[3])
+
+
+def test_small_losses_are_not_written_as_zero(records):
+    one = records.steps[(records.steps["run"] == "single") & (records.steps["step"] == 0)].assign(loss=2.85e-5)
+    figure = plots.loss_curves(one)
+    assert plots.summary_of(figure) == "Loss over 1 step: single from 2.85e-05 to 2.85e-05."
+    assert max(figure.layout.yaxis.range) < 1e-4
+    assert "loss 2.85e-05" in plots.summary_of(plots.training_progress(one, records.memory))
 
 
 def test_overlap_bars_are_medians_and_say_where_there_is_no_number(records):
