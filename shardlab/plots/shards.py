@@ -29,7 +29,7 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     """
     SHARDS.check(shards)
     if not len(shards):
-        return nothing("Who holds which slice", "no shards recorded")
+        return nothing("Who holds which slice", "no shards recorded; they are written at the end of a run")
     rows = one_run(shards, run)
     roles = sorted(set(rows["role"]))
     if role not in roles:

@@ -128,6 +128,40 @@ def test_traced_steps_have_no_time(records):
     assert "memory traced" in plots.summary_of(only_traced)
 
 
+def test_a_run_with_traced_steps_only_has_their_times_as_in_the_tables(records):
+    only = records.steps[(records.steps["step"] == 0) & (records.steps["run"] == "zero1")]
+    assert "zero1 68.0 ms" in plots.summary_of(plots.step_times(only))
+
+
+def test_the_words_of_a_median_stay_inside_of_the_axes(records):
+    slow = records.steps.assign(step_us=records.steps["step_us"].where(records.steps["run"] != "single", 3e6))
+    figure = plots.step_times(slow)
+    assert trace(figure, "single").textposition == "top left"
+    assert {trace(figure, run).textposition for run in RUNS[1:]} == {"top right"}
+
+
+def test_a_long_name_of_a_unit_is_cut_in_the_middle_and_no_markup(records):
+    name = f"model.{'encoder.' * 9}<b>last</b>"
+    rows = records.memory[records.memory["run"] == "ddp"]
+    inside = rows[(rows["where"] == "peak")].assign(where=name)
+    figure = plots.memory_by_role(pd.concat([rows, inside]), "peak")
+    (words,) = figure.layout.yaxis.ticktext
+    assert "&gt;last&lt;/b&gt;, step" in words
+    assert "…" in words
+    assert len(words) < 120
+    assert name in plots.summary_of(figure)
+
+
+def test_a_tick_near_the_end_of_a_bar_stands_before_its_words(records):
+    figure = plots.memory_by_role(records.memory, with_peak=True)
+    ticks, ends = trace(figure, "peak of a step"), trace(figure, "end")
+    assert all(end == tick or tick > end + 3 for end, tick in zip(ends.x, ticks.x, strict=True))
+    near = records.memory.copy()
+    near.loc[near["role"] == "activation", "bytes"] = 1_000_000
+    figure = plots.memory_by_role(near, with_peak=True)
+    assert list(trace(figure, "end").x) == list(trace(figure, "peak of a step").x)
+
+
 def test_shard_map_tiles_the_parameters(records):
     figure = plots.shard_map(records.shards, run="zero1", role="optimizer_state")
     covered = sorted((base, base + x) for part in figure.data for base, x in zip(part.base, part.x, strict=True))

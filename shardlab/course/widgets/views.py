@@ -66,5 +66,7 @@ VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
     ),
     "one run: memory over a step": _course,
     "one run: who sends to whom": lambda history, run: plots.traffic_matrix(history.records().collectives, run=run),
-    "one run: who holds which slice": lambda history, run: plots.shard_map(history.records().shards, run=run),
+    "one run: who holds which slice": lambda of, run: plots.shard_map(
+        (rows := of.records().shards)[rows["run"] == run]
+    ),
 }

@@ -124,9 +124,11 @@ def memory_tables(records: Records) -> dict[str, pd.DataFrame]:
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
+    has_single = REFERENCE in records.manifests and len(records.manifests) > 1
+    without = f" Without {REFERENCE}, which trains on the rows of all ranks." if has_single else ""
     _, *at_the_peak = memory_figures(records).items()
     figures = {
-        HELD: plots.memory_by_role(records.memory, with_peak=True), SPLIT: plots.step_parts(_parts(records)),
+        HELD: plots.memory_by_role(records.memory, with_peak=True), SPLIT + without: plots.step_parts(_parts(records)),
         **dict(at_the_peak),
     }  # fmt: skip
     if (records.memory["where"] == "process").any():
