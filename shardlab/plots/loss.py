@@ -122,9 +122,8 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
     largest = given.groupby("label", sort=False)["difference"].max().dropna()
     parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
-    return theme.finish(
-        figure, f"Largest difference of the loss from {reference} at any step: {listing(parts)}{_sentence(lost)}."
-    )
+    said = f"Largest difference of the loss from {reference} at any step: {listing(parts)}"
+    return theme.finish(figure, f"{said}{_sentence(lost)}.")
 
 
 def _losses(steps: pd.DataFrame) -> pd.DataFrame:
@@ -211,8 +210,7 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
         line, width = {"color": colour, "dash": theme.dash(label)}, nested_width(place, len(labels))
         panels = ((1, "loss", width, "loss %{y:.6g}"), (2, "step_ms", 2, "%{y:.1f} ms"))
         for column, values, wide, hover in panels:
-            known = curves.loc[[label]].sort_values("step", kind="stable")
-            known = known if column == 1 else known.dropna(subset=values)
+            known = curves.loc[[label]].dropna(subset=["step_ms"] * (column - 1)).sort_values("step", kind="stable")
             drawn = known.iloc[theme.thinned(known[values])]
             figure.add_scatter(
                 x=drawn["step"].to_numpy(), y=drawn[values].to_numpy(), mode=_mode(drawn[values]),

@@ -61,8 +61,8 @@ VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
     "communication: exposed and hidden": lambda history, _: _overlap(history.records()),
     "bytes sent": lambda history, _: plots.wire_volume(history.records().collectives, runs=history.labels()),
     "change from the run before": _change,
-    "one run: timeline": lambda history, run: plots.collective_timeline(
-        history.records().collectives, history.records().spans, run=run
+    "one run: timeline": lambda of, run: plots.collective_timeline(
+        of.records().collectives, of.records().spans, run=run
     ),
     "one run: memory over a step": _course,
     "one run: who sends to whom": lambda history, run: plots.traffic_matrix(history.records().collectives, run=run),

@@ -231,7 +231,8 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
     one, several = times.loc[REFERENCE], times.loc[list(rows.index)]
     if one["high"] >= several["low"].min():
         return ""
-    return f"; one process alone is faster with the rows of all, {in_ms(1e3 * float(times['middle'].to_dict()[REFERENCE]))}"
+    took = in_ms(1e3 * float(times["middle"].to_dict()[REFERENCE]))
+    return f"; one process alone is faster with the rows of all, {took}"
 
 
 def messages(
