@@ -37,6 +37,24 @@ def at_rest(memory: pd.DataFrame) -> pd.DataFrame:
     return rows.groupby([*RUN, "step", "role"], sort=False)["bytes"].max().reset_index()
 
 
+def on_fullest_rank(memory: pd.DataFrame) -> pd.DataFrame:
+    """Live bytes of each role after the last step, all on the rank that then holds the most, so that they add up.
+
+    Args:
+        memory: table ``memory``; the rows with ``where == "rest"`` are used.
+
+    Returns:
+        ``run``, ``source``, ``rank``, ``step``, ``role``, ``bytes``: one row per run and role.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    MEMORY.check(memory)
+    rows = _of_last_step(memory[memory["where"] == REST], RUN)
+    held = rows.groupby(RANK, sort=False)["bytes"].sum().reset_index()
+    return rows.merge(held.loc[held.groupby(RUN)["bytes"].idxmax(), RANK], on=RANK)[[*RANK, "step", "role", "bytes"]]
+
+
 def _of_last_step(rows: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     """Of each run, or of each rank of one, the rows of the last step that has some."""
     return rows[rows["step"] == rows.groupby(keys)["step"].transform("max")]

@@ -187,6 +187,11 @@ def in_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     return table.merge(steps[KEYS], on=KEYS)
 
 
+def of_steps(collectives: pd.DataFrame) -> pd.DataFrame:
+    """The collectives without what is sent after a step, to report its loss."""
+    return collectives[(collectives["phase"] != str(Phase.METRICS)).fillna(True)]
+
+
 def in_timed_steps(
     collectives: pd.DataFrame, spans: pd.DataFrame, steps: pd.DataFrame
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -195,7 +200,7 @@ def in_timed_steps(
     Nor is there what was sent before its step began: the time in between is that of a recorder.
     """
     timed = timed_steps(steps)
-    training = in_steps(collectives[collectives["phase"] != str(Phase.METRICS)], timed)
+    training = in_steps(of_steps(collectives), timed)
     if "start_us" in timed:
         began = training[KEYS].merge(timed[[*KEYS, "start_us"]], on=KEYS, how="left")["start_us"].to_numpy()
         later = training.assign(start_us=np.fmax(training["start_us"], began))

@@ -306,7 +306,7 @@ def floor_verdict(split: pd.DataFrame, alone: str) -> str:
     """
     compute = (split["compute_us"] + split["off_cpu_us"]).groupby(split["run"], sort=False).median()
     ratios = (compute / compute[alone]).drop(alone)
-    words = listing([f"{ratio:.2f} times with {run}" for run, ratio in ratios.items()])
+    words = listing([f"{ratio:.2f} times as long with {run}" for run, ratio in ratios.items()])
     why = "more ranks did not slow it here"
     if ratios.max() > ALIKE:
         why = "those ranks share cores or memory, and no faster link brings that back"

@@ -115,7 +115,7 @@ def run_interleaved(variants: Mapping[str, CompareConfig], pool: RankPool) -> Re
             options = config.as_dict(config.strategies[0])
             write_manifest(where / name, {"run": name, "ranks": config.ranks, "config": options})
         steps = next(iter(variants.values())).steps
-        with cell_bar(f"training {len(variants)} variants in turn", steps) as advance:
+        with cell_bar(f"training {len(variants)} variant{'s in turn' * (len(variants) > 1)}", steps) as advance:
             began_ns = perf_counter_ns()
             pool.run(_train_interleaved, dict(variants), where, began_ns, on_message=lambda _, said: advance(str(said)))
         return load_runs(where / name for name in variants)

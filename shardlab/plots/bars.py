@@ -4,6 +4,7 @@ And what they show of memory: live bytes by role, of each run at rest or at its 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
-from shardlab.analysis import at_rest, peak, process_items
+from shardlab.analysis import peak, process_items
+from shardlab.analysis.held_bytes import on_fullest_rank
 from shardlab.analysis.rows import labelled, labels_of, require_columns
+from shardlab.plots import text
 from shardlab.plots.text import byte_listing, byte_scale, format_bytes, format_count, joined, listing, subtitle
 from shardlab.plots.theme import INK, PART_COLOURS, PATTERNS, ROLE_COLOURS, finish, new_figure, nothing
 from shardlab.records.tables import MEMORY
@@ -21,11 +24,12 @@ from shardlab.vocabulary import Role
 GAP = {"color": "rgba(255,255,255,0.45)", "width": 1}
 NARROW = 0.004  # of the figure's width: narrower bars would be all outline, which is bright on a dark background
 SEEN = 0.001  # of the longest bar: a part smaller than this in every bar gets no legend entry
+NEAR = 0.2  # of the longest bar: a tick there would strike through the words behind a bar
 FAR = 8  # times the longest bar: a line there would leave no bar to see
 END_TEXT_PX = 96  # room for the text behind the longest bar, at least
 WIDEST_LETTER_PX = 10
 TITLES = {"rest": "Memory at rest after a step", "peak": "Memory at the peak of a step"}
-NOTES = {"rest": "each role on the rank that holds most of it", "peak": "the one moment with most live bytes"}
+NOTES = {"rest": "on the rank that holds most", "peak": "the one moment with most live bytes"}
 PROCESS = "Held by the process of one rank"
 ON_GPU = "What a rank needs at least"
 ON_GPU_COLUMNS = {
@@ -106,7 +110,7 @@ def end_with(figure: go.Figure, ends: pd.Series, words: Sequence[str], quantity:
 
 
 def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool = False) -> go.Figure:
-    """Bytes of each role as stacked bars, one bar per run: the maximum over the ranks of the table.
+    """Bytes of each role as stacked bars, one bar per run: on the rank of the table that holds the most.
 
     At rest without unattributed tensors, which no plan and no sum of a strategy counts; ``held_by_process`` shows them.
 
@@ -121,9 +125,8 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool
     MEMORY.check(memory)
     if where not in TITLES:
         raise ValueError(f"where: {where!r} is not one of rest, peak")
-    held = labelled((at_rest if where == "rest" else peak)(memory))
-    if where == "rest":
-        held = held[held["role"] != str(Role.UNATTRIBUTED)]
+    is_named = memory["role"] != str(Role.UNATTRIBUTED)
+    held = labelled(on_fullest_rank(memory[is_named]) if where == "rest" else peak(memory))
     if held.empty:
         return nothing(TITLES[where], "memory was not traced")
     figure = new_figure(TITLES[where], subtitle(held, NOTES[where]))
@@ -135,8 +138,9 @@ def memory_by_role(memory: pd.DataFrame, where: str = "rest", *, with_peak: bool
         moments = held.drop_duplicates("label").set_index("label")[["unit", "phase"]].dropna()
         places = {str(label): f"{row['unit']}, {row['phase']}" for label, row in moments.iterrows()}
     if places:
-        words = [f"{label}<br><span style='font-size:12px'>{places.get(label, '')}</span>" for label in labels_of(held)]
-        figure.update_yaxes(tickvals=labels_of(held), ticktext=words)
+        named = {label: escape(text.shortened(places.get(label, ""))) for label in labels_of(held)}
+        words = [f"{label}<br><span style='font-size:12px'>{place}</span>" for label, place in named.items()]
+        figure.update_yaxes(tickvals=list(named), ticktext=words)
     return finish(figure, _summary(held, totals, where, places))
 
 
@@ -153,6 +157,9 @@ def _tick_peaks(figure: go.Figure, moments: pd.DataFrame, divisor: float) -> Non
         customdata=[[format_bytes(size)] for size in peaks],
         hovertemplate="<b>%{y}</b><br>peak of a step: %{customdata[0]}<extra></extra>",
     )  # fmt: skip
+    end, longest = next(trace for trace in figure.data if trace.name == "end"), float(peaks.max()) / divisor
+    above = peaks.reindex(end.y).to_numpy(dtype=np.float64) / divisor  # the words of a bar stand behind a tick near it
+    end.x = np.where((above > end.x) & (above < end.x + NEAR * longest), above, end.x)
     figure.update_xaxes(range=[0, max(figure.layout.xaxis.range[1], 1.04 * float(peaks.max()) / divisor)])
 
 

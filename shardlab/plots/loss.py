@@ -5,7 +5,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from shardlab.analysis import at_rest
+from shardlab.analysis.held_bytes import on_fullest_rank
 from shardlab.analysis.rows import labelled, labels_of, traced
 from shardlab.plots import theme
 from shardlab.plots.bars import SEEN
@@ -18,7 +18,8 @@ TRAINING = "Training"
 def loss_curves(steps: pd.DataFrame, unlike: str = "") -> go.Figure:
     """Loss of each run against the step.
 
-    Equal losses coincide, so the first run is drawn wide and each later one thinner: all of them stay visible.
+    Equal losses coincide, so the first run is drawn wide and each later one thinner: all of them stay visible. A loss
+    that is inf or NaN is a gap, and is named.
 
     Args:
         steps: table ``steps``.
@@ -26,25 +27,49 @@ def loss_curves(steps: pd.DataFrame, unlike: str = "") -> go.Figure:
     """
     STEPS.check(steps)
     losses = _losses(steps)
-    if losses.empty:
-        return theme.nothing("Loss", "no losses recorded")
+    if losses["loss"].isna().all():
+        return theme.nothing("Loss", "no finite losses recorded")
     labels = labels_of(losses)
     given, losses = losses, _thinned(losses, "loss")
     note = theme.thinning_note(len(given), len(losses), "steps: the extremes of each stretch,")
     words = [note or "mean over ranks", unlike or ("" if note else "equal losses coincide")]
-    figure = theme.new_figure("Loss by step", subtitle(steps, "; ".join(filter(None, words))))
+    figure = theme.new_figure("Loss by step", joined(_lost(given), subtitle(steps, "; ".join(filter(None, words)))))
     colours = theme.run_colours(labels)
     for place, label in enumerate(labels):
         rows = losses[losses["label"] == label].sort_values("step", kind="stable")
         figure.add_scatter(
             x=rows["step"].to_numpy(), y=rows["loss"].to_numpy(), name=label,
-            mode="lines" if len(rows) > 1 else "markers",
+            mode=_mode(rows["loss"]),
             line={"color": colours[label], "width": nested_width(place, len(labels)), "dash": theme.dash(label)},
-            hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6f}}<extra></extra>",
+            hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>loss %{{y:.6g}}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
-    figure.update_yaxes(title_text="loss")
+    figure.update_yaxes(title_text="loss", exponentformat="power", **_around(losses["loss"]))
     return theme.finish(figure, _loss_summary(given, labels))
+
+
+def _mode(values: "pd.Series[float]") -> str:
+    """Lines, of which nothing is seen where a value stands alone."""
+    return "lines" if len(values) > 1 and values.notna().all() else "lines+markers"
+
+
+def _around(values: "pd.Series[float]") -> dict[str, list[float]]:
+    """The range of an axis around one small value, where plotly's is from -1 to 1."""
+    largest = float(values.abs().max())
+    return {"range": [-2 * largest, 2 * largest]} if values.nunique() == 1 and 0 < largest < 0.5 else {}
+
+
+def _lost(losses: pd.DataFrame) -> str:
+    """Which runs lack a finite loss, and from which step on; empty if none does."""
+    first = losses[losses["loss"].isna()].groupby("label", sort=False)["step"].min()
+    runs = [f"{label} (first at step {step})" for label, step in first.items()]
+    return f"without a finite loss: {listing(runs)}" if runs else ""
+
+
+def _loss_words(value: float) -> str:
+    if not np.isfinite(value):
+        return "not finite"
+    return f"{value:.4f}" if abs(value) >= 1e-3 or value == 0 else f"{value:.3g}"
 
 
 def nested_width(index: int, count: int) -> float:
@@ -69,13 +94,13 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
     runs = labels_of(labelled(steps[steps["step"] >= 0]))
     if reference not in runs:
         raise ValueError(f"reference: {reference!r} is not one of {', '.join(runs) or 'the runs: there are none'}")
-    differences = _differences(losses, reference)
+    differences, lost = _differences(losses, reference), _lost(losses)
     title = f"Difference of the loss from {reference}"
-    if differences.empty:
-        return theme.nothing(title, "no other run has finite losses at the same steps")
+    if differences["difference"].isna().all():
+        return theme.nothing(title, "; ".join(filter(None, ("no finite losses at the same steps", lost))))
     given, differences = differences, _thinned(differences, "difference")
     note = theme.thinning_note(len(given), len(differences), "steps: the extremes of each stretch,")
-    figure = theme.new_figure(title, subtitle(steps, note or "absolute difference at each step"))
+    figure = theme.new_figure(title, joined(lost, subtitle(steps, note or "absolute difference at each step")))
     floor = _difference_axis(figure, differences["difference"])
     labels = labels_of(differences)
     colours = theme.run_colours(labels)
@@ -95,16 +120,21 @@ def loss_difference(steps: pd.DataFrame, reference: str = "single") -> go.Figure
             hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>difference %{{hovertext}}<extra></extra>",
         )  # fmt: skip
     figure.update_xaxes(title_text="step", tickformat="d", **_whole_steps(steps))
-    largest = given.groupby("label", sort=False)["difference"].max()
+    largest = given.groupby("label", sort=False)["difference"].max().dropna()
     parts = [f"{label} {'exactly 0' if value == 0 else significant(value)}" for label, value in largest.items()]
-    return theme.finish(figure, f"Largest difference of the loss from {reference} at any step: {listing(parts)}.")
+    said = f"Largest difference of the loss from {reference} at any step: {listing(parts)}"
+    return theme.finish(figure, f"{said}{_sentence(lost)}.")
 
 
 def _losses(steps: pd.DataFrame) -> pd.DataFrame:
-    """One row per label and step: the mean of the finite losses over ranks."""
-    rows = labelled(steps[(steps["step"] >= 0) & np.isfinite(steps["loss"])])
+    """One row per label and step: the mean of the losses over ranks; NaN where it is not finite."""
+    rows = labelled(steps[steps["step"] >= 0]).astype({"loss": "float64"})
     table = rows.groupby(["label", "step"], sort=False)["loss"].mean().reset_index()
-    return table.astype({"step": "int64", "loss": "float64"})
+    return table.astype({"step": "int64"}).assign(loss=table["loss"].where(np.isfinite(table["loss"])))
+
+
+def _sentence(note: str) -> str:
+    return f". {note[:1].upper()}{note[1:]}" if note else ""
 
 
 def _thinned(rows: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -142,8 +172,9 @@ def _scientific(value: float) -> str:
 
 def _loss_summary(losses: pd.DataFrame, labels: list[str]) -> str:
     ends = losses.sort_values("step", kind="stable").groupby("label")["loss"].agg(["first", "last"]).loc[labels]
-    parts = [f"{label} from {first:.4f} to {last:.4f}" for label, first, last in ends.itertuples()]
-    return f"Loss over {losses['step'].nunique()} steps: {listing(parts)}."
+    ends, count = ends.dropna(), losses["step"].nunique()
+    parts = [f"{label} from {_loss_words(first)} to {_loss_words(last)}" for label, first, last in ends.itertuples()]
+    return f"Loss over {count} {'step' if count == 1 else 'steps'}: {listing(parts)}{_sentence(_lost(losses))}."
 
 
 def _whole_steps(steps: pd.DataFrame) -> dict[str, int]:
@@ -155,7 +186,7 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     """Three panels: loss by step, time by step (of the slowest rank), and live bytes at rest by role.
 
     Steps whose memory was traced have no time, because tracing slows them. The loss of each run is thinner than the one
-    before, so that coinciding ones all stay visible.
+    before, so that coinciding ones all stay visible. A loss that is inf or NaN is a gap.
 
     Args:
         steps: table ``steps``, of one rank or of all.
@@ -166,26 +197,27 @@ def training_progress(steps: pd.DataFrame, memory: pd.DataFrame) -> go.Figure:
     rows = labelled(steps[steps["step"] >= 0])
     if rows.empty:
         return theme.nothing(TRAINING, "no step has ended yet")
-    rows = rows.assign(step_ms=rows["step_us"].where(~traced(rows)) / 1e3).astype({"loss": float, "step_ms": float})
-    curves = rows.groupby(["label", "step"], sort=False).agg({"loss": "mean", "step_ms": "max"}).reset_index("step")
+    rows = rows.assign(step_ms=rows["step_us"].where(~traced(rows)) / 1e3).astype({"step_ms": float})
+    longest = rows.groupby(["label", "step"], sort=False)["step_ms"].max()
+    curves = _losses(steps).join(longest, on=["label", "step"]).set_index("label")
     labels, last = labels_of(rows), curves.loc[[rows["label"].iloc[-1]]].sort_values("step").iloc[-1]
     length = "memory traced" if pd.isna(last["step_ms"]) else f"{format_us(1e3 * float(last['step_ms']))} a step"
-    words = f"{last.name}, step {last['step']:.0f}: loss {last['loss']:.4f}, {length}"
+    words = f"{last.name}, step {last['step']:.0f}: loss {_loss_words(last['loss'])}, {length}"
     figure = make_subplots(
         cols=3, horizontal_spacing=0.11, figure=theme.new_figure(TRAINING, joined(words, source_note(steps)))
     )
     for place, (label, colour) in enumerate(theme.run_colours(labels).items()):
         line, width = {"color": colour, "dash": theme.dash(label)}, nested_width(place, len(labels))
-        panels = ((1, "loss", width, "loss %{y:.4f}"), (2, "step_ms", 2, "%{y:.1f} ms"))
+        panels = ((1, "loss", width, "loss %{y:.6g}"), (2, "step_ms", 2, "%{y:.1f} ms"))
         for column, values, wide, hover in panels:
-            known = curves.loc[[label]].dropna(subset=values).sort_values("step", kind="stable")
+            known = curves.loc[[label]].dropna(subset=["step_ms"] * (column - 1)).sort_values("step", kind="stable")
             drawn = known.iloc[theme.thinned(known[values])]
             figure.add_scatter(
-                x=drawn["step"].to_numpy(), y=drawn[values].to_numpy(), mode="lines" if len(drawn) > 1 else "markers",
+                x=drawn["step"].to_numpy(), y=drawn[values].to_numpy(), mode=_mode(drawn[values]),
                 name=label, legendgroup=label, showlegend=column == 1, line=line | {"width": wide}, row=1, col=column,
                 hovertemplate=f"<b>{label}</b><br>step %{{x}}<br>{hover}<extra></extra>",
             )  # fmt: skip
-    unit = _draw_memory(figure, labelled(at_rest(memory)), labels) if len(memory) else "B"
+    unit = _draw_memory(figure, labelled(on_fullest_rank(memory)), labels) if len(memory) else "B"
     figure.update_xaxes(title_text="step", tickformat="d", col=1).update_xaxes(title_text="step", tickformat="d", col=2)
     for column, title in enumerate(("loss", "time of a step (ms)", f"held at rest ({unit})"), 1):
         figure.update_yaxes(title_text=title, rangemode="normal" if column == 1 else "tozero", col=column)

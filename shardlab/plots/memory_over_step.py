@@ -126,9 +126,10 @@ def _outline(figure: go.Figure, predicted: int, divisor: float) -> None:
 def _summary(table: pd.DataFrame, measured: int | None, predicted: int | None) -> str:
     key, top = table.iloc[0], table.iloc[int(table["bytes"].to_numpy(dtype=np.float64).argmax())]
     length_us = float(table["time_us"].iloc[-1] - key["time_us"])
+    first, most = (format_bytes(int(row["bytes"])) for row in (key, top))
     words = (
-        f"Run {key['run']}, step {key['step']}, rank {key['rank']}: live bytes rise from "
-        f"{format_bytes(int(key['bytes']))} to {format_bytes(int(top['bytes']))} in "
+        f"Run {key['run']}, step {key['step']}, rank {key['rank']}: live bytes "
+        f"{'stay at' if first == most else f'rise from {first} to'} {most} in "
         f"{top['unit']} ({top['phase']}), over {format_us(length_us)}."
     )
     words += "" if measured is None else f" At rest {format_bytes(measured)}."

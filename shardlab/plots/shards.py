@@ -20,16 +20,16 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     """The slices of one role that each rank holds, along the elements of all parameters.
 
     Args:
-        shards: table ``shards``.
+        shards: table ``shards``, of all ranks.
         run: which run; None where the table holds one.
         role: 'parameter', 'gradient' or 'optimizer_state'.
 
     Raises:
-        ValueError: there is no such run or role, or there are several runs and none is named.
+        ValueError: there is no such run or role, there are several runs and none is named, or ranks are missing.
     """
     SHARDS.check(shards)
     if not len(shards):
-        return nothing("Who holds which slice", "no shards recorded")
+        return nothing("Who holds which slice", "no shards recorded; they are written at the end of a run")
     rows = one_run(shards, run)
     roles = sorted(set(rows["role"]))
     if role not in roles:
@@ -38,6 +38,9 @@ def shard_map(shards: pd.DataFrame, run: str | None = None, role: str = "paramet
     end = int(extents["numel"].sum())
     rows = rows[(rows["role"] == role) & (rows["step"] == rows["step"].max())]
     rows = rows.drop_duplicates(["rank", "parameter", "start", "stop"])
+    held = rows.drop_duplicates(["parameter", "start", "stop"]).groupby("parameter")[["start", "stop"]].sum()
+    if (lost := held["stop"] - held["start"] < extents["numel"].reindex(held.index)).any():
+        raise ValueError(f"shards: no rank holds all of {lost.idxmax()!r}; give the rows of all ranks")
     words = f"Who holds which slice of the {role.replace('_', ' ')}s: {rows['label'].iloc[0]}"
     figure = new_figure(words.replace("states:", "state:"), subtitle(rows, f"{format_count(end)} elements"))
     divisor, unit = scale(end, COUNT_UNITS)
@@ -105,5 +108,5 @@ def _shard_summary(rows: pd.DataFrame, role: str, numel: int) -> str:
     share = format_percent(low / numel) + ("" if low == high else f" to {format_percent(high / numel)}")
     return (
         f"Run {rows['run'].iloc[0]}, {role.replace('_', ' ')}, {numel:,} elements: "
-        f"each of {len(held)} ranks holds {amount} elements ({share})."
+        f"{'the one rank' if len(held) == 1 else f'each of {len(held)} ranks'} holds {amount} elements ({share})."
     )

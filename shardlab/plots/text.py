@@ -11,6 +11,7 @@ COUNT_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 Units = tuple[tuple[float, str], ...]
 CELL_DIGITS = 4
+NAME_LETTERS = 30
 WIDEST_RATIO = 1e5
 SOURCE_NOTES = {
     "emulated": "emulated link: communication was delayed on purpose",
@@ -39,6 +40,11 @@ def format_percent(share: float) -> str:
         return NONE
     whole = abs(share) >= 0.0995 or share == 0
     return f"{100 * share:.0f} %" if whole else f"{100 * share:.1f} %"
+
+
+def shortened(name: str) -> str:
+    """A name without its middle, if it is long: the ends tell names of modules apart."""
+    return name if len(name) <= NAME_LETTERS else f"{name[: NAME_LETTERS // 3]}…{name[-(NAME_LETTERS // 2) :]}"
 
 
 def tick(text: str) -> str:
@@ -82,12 +88,14 @@ def column_text(column: pd.Series) -> list[str]:
     """The cells as text.
 
     Integers get thousands separators. Floats share a number of decimals, such that the largest has four significant
-    digits; if they span more than five decades, each has three significant digits. Missing values are a dash.
+    digits, or none if all are whole; if they span more than five decades, each has three significant digits. Missing
+    values are a dash.
     """
     values = [None if pd.isna(value) else value for value in column.tolist()]
     sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value) and value != 0]
     even = bool(sizes) and max(sizes) / min(sizes) < WIDEST_RATIO and max(sizes) >= 1e-4
-    decimals = max(CELL_DIGITS - 1 - math.floor(math.log10(max(sizes))), 0) if even else None
+    digits = 1 if all(size.is_integer() for size in sizes) else CELL_DIGITS
+    decimals = max(digits - 1 - math.floor(math.log10(max(sizes))), 0) if even else None
     return [_cell(value, decimals) for value in values]
 
 

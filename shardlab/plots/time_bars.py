@@ -15,6 +15,7 @@ from shardlab.records.tables import STEPS
 from shardlab.vocabulary import SpanKind
 
 MAX_DOTS = 400
+NEAR_AN_END = 0.15  # of the longest step
 PARTS_TITLE = "Where the time of a step goes"
 PARTS_COLUMNS = ("run", "source", "step", "step_us", *PARTS)
 STYLE = {
@@ -31,27 +32,28 @@ OVERLAP_COLUMNS = ("run", "source", "rank", "step", "comm_us", "both_us", "overl
 def step_times(steps: pd.DataFrame) -> go.Figure:
     """Time of a step for each run: median and quartiles over steps, of each the median over its ranks.
 
-    Steps with traced memory are left out, because tracing slows them.
+    Steps with traced memory are left out, because tracing slows them, unless a run has no others.
 
     Args:
         steps: table ``steps``.
     """
     STEPS.check(steps)
-    timed = steps[~traced(steps) & (steps["step"] >= 0)]
+    timed, counts = steps[steps["step"] >= 0], ~traced(steps)
+    timed = timed[counts | ~counts.groupby(steps["run"]).transform("any")]
     timed = labelled(timed[np.isfinite(timed["step_us"].astype("float64"))])
     if timed.empty:
-        return nothing("Time of a step", "no timed steps (steps with traced memory do not count)")
+        return nothing("Time of a step", "no timed steps")
     labels = labels_of(timed)
     lengths = timed.groupby(["label", "step"])["step_us"].median()
     note = "median and quartiles; a dot is one step, the median over its ranks"
     if lengths.groupby("label").size().max() > MAX_DOTS:
         note = f"median and quartiles; of each run at most {MAX_DOTS} of its steps as dots"
-    figure = new_figure("Time of a step", subtitle(timed, note))
+    figure, longest_us = new_figure("Time of a step", subtitle(timed, note)), float(lengths.max())
     colours = run_colours(labels)
     medians = []
     for place, label in enumerate(labels):
         times_us = lengths[label].to_numpy(dtype=np.float64)
-        _draw(figure, label, place, colours[label], times_us)
+        _draw(figure, label, place, colours[label], times_us, longest_us)
         medians.append(f"{label} {format_us(np.median(times_us))}")
     figure.update_layout(height=max(340, 190 + 62 * len(labels)), showlegend=False)
     figure.update_xaxes(title_text="time of a step (ms)", rangemode="tozero")
@@ -62,7 +64,9 @@ def step_times(steps: pd.DataFrame) -> go.Figure:
     return finish(figure, f"Median time of a step: {listing(medians)}.")
 
 
-def _draw(figure: go.Figure, label: str, place: int, colour: str, times_us: NDArray[np.float64]) -> None:
+def _draw(
+    figure: go.Figure, label: str, place: int, colour: str, times_us: NDArray[np.float64], longest_us: float
+) -> None:
     """The quartile bar with the median, and a dot below it for each step."""
     low, median, high = np.quantile(times_us, [0.25, 0.5, 0.75]) / 1e3
     dots = times_us[:: -(-len(times_us) // MAX_DOTS)] / 1e3
@@ -71,9 +75,11 @@ def _draw(figure: go.Figure, label: str, place: int, colour: str, times_us: NDAr
         marker={"color": colour, "size": 6},
         hovertemplate=f"<b>{label}</b><br>%{{x:.3f}} ms<extra></extra>",
     )  # fmt: skip
+    middle = 1e3 * median / longest_us  # near an end of the axis, which would cut off its words, they lie inside of it
+    side = "right" if middle < NEAR_AN_END else "left" if middle > 1 - NEAR_AN_END else "center"
     figure.add_scatter(
         x=[median], y=[place], mode="markers+text", name=label,
-        text=[f"<b>{format_us(1e3 * median)}</b>"], textposition="top center",
+        text=[f"<b>{format_us(1e3 * median)}</b>"], textposition=f"top {side}",
         marker={"color": colour, "size": 15, "symbol": "line-ns", "line": {"color": colour, "width": 4}},
         error_x={"type": "data", "symmetric": False, "array": [high - median], "arrayminus": [median - low],
                  "color": colour, "thickness": 9, "width": 0},

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from shardlab.analysis import bandwidth, overlap
 from shardlab.analysis.intervals import concurrent_rows
 from shardlab.analysis.overlap import hidden_by_rank
-from shardlab.analysis.rows import one_step_of_run
+from shardlab.analysis.rows import of_steps, one_step_of_run
 from shardlab.plots import theme
 from shardlab.plots.bars import gaps
 from shardlab.plots.text import format_bytes, format_percent, format_us, subtitle
@@ -51,6 +51,8 @@ def collective_timeline(
 ) -> go.Figure:  # fmt: skip
     """Tracks of compute and communication of one step of one run, in milliseconds from the start of the step.
 
+    A step ends before its loss is reported: what sends it is left out.
+
     Args:
         collectives: table ``collectives``.
         spans: table ``spans``; may be empty.
@@ -63,6 +65,7 @@ def collective_timeline(
     """
     COLLECTIVES.check(collectives)
     SPANS.check(spans)
+    collectives = of_steps(collectives)
     if not len(collectives) and not len(spans):
         return theme.nothing("Timeline of a step", "no collectives and no spans recorded")
     moved, worked, both = one_step_of_run(collectives, spans, run, step)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shardlab.analysis import wire_bytes
 from shardlab.analysis.matching import with_group
-from shardlab.analysis.rows import labelled, labels_of, one_run, one_step
+from shardlab.analysis.rows import labelled, labels_of, of_steps, one_run, one_step
 from shardlab.plots.bars import stacked_bars
 from shardlab.plots.text import averaged, byte_listing, byte_scale, format_bytes, subtitle
 from shardlab.plots.theme import COLLECTIVE_COLOURS, finish, new_figure, nothing
@@ -27,8 +27,8 @@ SILENT = (Collective.RECV, Collective.BARRIER)
 def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) -> go.Figure:
     """Bytes that a rank sends in a step, by collective, one bar per run: the mean over ranks and steps.
 
-    Collectives of the setup (step -1) are left out; so are those whose bytes an imported trace does not contain, which
-    the figure says.
+    Collectives of the setup (step -1) and those that report a loss after its step are left out; so are those whose
+    bytes an imported trace does not contain, which the figure says.
 
     Args:
         collectives: table ``collectives``.
@@ -41,7 +41,7 @@ def wire_volume(collectives: pd.DataFrame, runs: Sequence[str] | None = None) ->
     if isinstance(runs, str):
         raise ValueError(f"runs: {runs!r} is given; give a list of names, such as [{runs!r}]")
     COLLECTIVES.check(collectives)
-    rows = labelled(collectives[collectives["step"] >= 0])
+    rows = labelled(of_steps(collectives[collectives["step"] >= 0]))
     order = [*dict.fromkeys([*(runs or []), *labels_of(rows)])]
     if not order:
         return nothing(VOLUME, "no communication recorded")
@@ -70,7 +70,8 @@ def traffic_matrix(
     """A matrix of ranks: the rank of a row sends to the rank of a column.
 
     A collective on a ring sends a rank's bytes (``wire_bytes``) to its next neighbour in the group; an all-to-all sends
-    an equal share to every other member. The groups follow from the axes of the mesh.
+    an equal share to every other member. The groups follow from the axes of the mesh. What reports a loss after its
+    step is left out.
 
     Args:
         collectives: table ``collectives``.
@@ -84,7 +85,7 @@ def traffic_matrix(
             record does not name.
     """
     COLLECTIVES.check(collectives)
-    if not len(collectives):
+    if not len(collectives := of_steps(collectives)):
         return nothing(MATRIX, "no communication recorded")
     rows = one_run(collectives, run)
     step = one_step(rows, step)

@@ -21,7 +21,7 @@ from shardlab.experiment.told.summary import COLUMNS as COMPARED
 from shardlab.plots import collective_timeline, loss_curves, report_page
 from shardlab.plots.text import format_bytes, format_percent, format_us
 from shardlab.records.store import Records, load_run, whole_steps
-from shardlab.vocabulary import Phase, Role
+from shardlab.vocabulary import Role
 from shardlab.why.slow_messages import repeated, repeated_in_words
 
 from shardlab.experiment.told.summary import (  # isort: skip
@@ -225,11 +225,10 @@ def _tables(recorded: Comparison) -> dict[str, pd.DataFrame]:
 
 def _figures(recorded: Comparison) -> dict[str, go.Figure]:
     records = recorded.records
-    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     memory, times = memory_figures(records), time_figures(records)
     (held, at_rest_figure), (length, step_times_figure) = next(iter(memory.items())), list(times.items())[-1]
     figures = {held: at_rest_figure, length: step_times_figure}
     figures["When it computes and when it communicates."] = collective_timeline(
-        traffic, records.spans, step=middle_step(timed_steps(records.steps))
+        records.collectives, records.spans, step=middle_step(timed_steps(records.steps))
     )
     return figures | memory | times | {"The scalar that backward was called on.": loss_curves(records.steps)}

@@ -96,9 +96,8 @@ def check_strategy(
                             raise AssertionError(f"{where}, rank {rank}: {verdict.failure}")
                         if verdict.largest > largest:
                             largest, place = verdict.largest, f", of {verdict.place} {where}"
-    tried = (
-        f"{len(models)} models, {len(loops)} loops, {' and '.join(str(prod(sizes.values())) for sizes in axes)} ranks"
-    )
+    counts = " and ".join(str(prod(sizes.values())) for sizes in axes)
+    tried = f"{len(models)} model{'s' * (len(models) != 1)}, {len(loops)} loops, {counts} ranks"
     return f"equal to one process: {tried}; the largest difference is {largest:.1e}{place}"
 
 

@@ -81,18 +81,20 @@ def causes(
     if "start_us" not in steps or steps["start_us"].isna().any():
         return [_unknown("when steps began is missing")]
     if watched(steps)["step"].nunique() < FEWEST_STEPS:
-        needed = f"{FEWEST_STEPS} steps are needed beside the first and the traced one, and there are"
-        return [_unknown(f"{needed} {steps['step'].nunique()} in all")]
+        needed = f"{FEWEST_STEPS} steps are needed beside the first and the traced one, and there"
+        count = steps["step"].nunique()
+        return [_unknown(f"{needed} {'is' if count == 1 else 'are'} {count} in all", "run more steps")]
     record = Recorded(collectives, spans, steps, axes)
     measured = record.timed.groupby("step")["step_us"].median().to_numpy(dtype=np.float64)
     off = float(np.median(np.abs(record.base / measured - 1)))
     if not off <= REPRODUCED:
-        return [_unknown(f"a replay that reproduces the step is missing: it is {100 * off:.3g} % off")]
+        missing = f"a replay that reproduces the step is missing: it is {100 * off:.3g} % off"
+        return [_unknown(missing, "run more steps")]
     return _ranked(record, besides)
 
 
-def _unknown(missing: str) -> Cause:
-    return Cause(UNKNOWN, 0.0, 0.0, missing, "record it on the CPU, with a few more steps", 0.0)
+def _unknown(missing: str, change: str = "record it on the CPU, with a few more steps") -> Cause:
+    return Cause(UNKNOWN, 0.0, 0.0, missing, change, 0.0)
 
 
 def _ranked(record: Recorded, besides: Collection[str]) -> list[Cause]:

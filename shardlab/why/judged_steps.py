@@ -22,6 +22,13 @@ APART = 8.0  # by how much the largest message must exceed the smallest
 MOST = 12  # steps that are judged
 EMULATED = " as "  # in the name of a transport, before the link
 BALANCED, UNKNOWN = "balanced", "cannot be said"
+
+
+def in_ms(us: float) -> str:
+    """Microseconds as '385 ms' or '10,152 ms'."""
+    return f"{us / 1e3:,.0f} ms" if us >= 999_500 else f"{us / 1e3:.3g} ms"
+
+
 Steps = list[RecordedStep]
 
 

@@ -31,7 +31,7 @@ from shardlab.analysis.rows import numbers
 from shardlab.partition.step_program import Work
 from shardlab.schedules import PLANS, Action, Kind, Played, Schedule, make_schedule, play, programs
 from shardlab.vocabulary import Collective, MeshAxis
-from shardlab.why.judged_steps import Found, Recorded, Steps
+from shardlab.why.judged_steps import Found, Recorded, Steps, in_ms
 from shardlab.why.recorded_step import RecordedStep
 
 UNIT = re.compile(r"\d+[FBIW]\d+")
@@ -275,8 +275,8 @@ def _unbalanced(record: Recorded, steps: list[PipelinedStep], base: Steps) -> It
     if spent[longest] < (1 + EVEN) * others_us:
         return
     said = (
-        f"the stages of rank {steps[0].ranks[longest]} take {spent[longest] / 1e3:.3g} ms of a step, those of another "
-        f"rank {others_us / 1e3:.3g} ms"
+        f"the stages of rank {steps[0].ranks[longest]} take {in_ms(spent[longest])} of a step, those of another "
+        f"rank {in_ms(others_us)}"
     )
     changed = _again(record, steps, us_of=levelled)
     yield Found(UNBALANCED, changed, said, "stages of equal work, cut elsewhere (--begins),", base=base)

@@ -14,7 +14,7 @@ from shardlab.analysis.matching import SAME, matched_collectives
 from shardlab.analysis.rows import numbers
 from shardlab.partition.step_program import Item, Program, Work
 from shardlab.vocabulary import COMPUTE_KINDS, WHOLE_MODEL, SpanKind
-from shardlab.why.judged_steps import Found, Recorded, Steps
+from shardlab.why.judged_steps import Found, Recorded, Steps, in_ms
 from shardlab.why.recorded_step import NOTHING, Removed, by_rank
 
 OFF_CPU, OPTIMIZER = "off the CPU", "optimizer step"
@@ -50,7 +50,7 @@ def found(record: Recorded) -> Iterator[Found]:
 
 def _why_away(record: Recorded, away: Removed) -> tuple[str, str]:
     """Whether ranks that are off the CPU sleep, or could run and have no core; and what to do about it."""
-    said = f"in {record.lost_us(away) / 1e3:.3g} ms of a step a rank is off the CPU"
+    said = f"in {in_ms(record.lost_us(away))} of a step a rank is off the CPU"
     one = "a core for each rank and thread" if len(record.steps[0].programs) > 1 else "a core for each thread"
     cores = f"{one}, with no other program beside them,"
     queued = record.queued_us / max(record.us_of(away), 1e-9)
@@ -68,7 +68,7 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
     """What the hosts did beside forward and backward."""
     for name, kind, words, change, least in IN_SPANS:
         removed = record.of_kind(kind)
-        said = f"{words} {record.lost_us(removed) / 1e3:.3g} ms of a step"
+        said = f"{words} {in_ms(record.lost_us(removed))} of a step"
         yield Found(name, record.without(removed), said, change, least=least)
     open_us = record.of_kind(*SpanKind)
     outside = {}
@@ -77,7 +77,7 @@ def _in_spans(record: Recorded) -> Iterator[Found]:
         outside[rank] = subtract(times, open_us.get(rank, NOTHING))
         outside[rank] = merge(np.concatenate((outside[rank], record.dispatch.get(rank, NOTHING))))
     changed = record.without(outside)
-    said = f"{np.median(record.gains(changed)) / 1e3:.3g} ms of a step are Python between the operations"
+    said = f"{in_ms(np.median(record.gains(changed)))} of a step are Python between the operations"
     yield Found("host-bound", changed, said, "larger micro-batches, or torch.compile")
 
 
@@ -106,7 +106,7 @@ def _straggler(record: Recorded) -> Iterator[Found]:
     longer = _longer(record, rank)
     kind = max(longer, key=lambda kind: longer[kind])
     if longer[kind] > NOTICED * record.us:  # else it is late between the spans
-        said += f"; its {kind.replace('_', ' ')} is {longer[kind] / 1e3:.3g} ms longer than that of the others"
+        said += f"; its {kind.replace('_', ' ')} is {in_ms(longer[kind])} longer than that of the others"
     yield Found("straggler", _levelled(record.steps, rank), said, f"give rank {rank} as much to do as the others")
 
 
@@ -170,5 +170,5 @@ def _contention(record: Recorded) -> Iterator[Found]:
                     ends = times[:, 1]
                     slower.setdefault(rank, []).append(np.column_stack((ends - less * (ends - times[:, 0]), ends)))
     removed = {rank: merge(np.concatenate(times)) for rank, times in slower.items()}
-    said = f"units take {record.lost_us(removed) / 1e3:.3g} ms of a step longer beside messages than without"
+    said = f"units take {in_ms(record.lost_us(removed))} of a step longer beside messages than without"
     yield Found("contention", record.without(removed), said, "one core left free of compute")

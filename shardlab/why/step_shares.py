@@ -17,7 +17,7 @@ from shardlab.analysis.intervals import total
 from shardlab.analysis.overlap import overlap, step_split
 from shardlab.analysis.rows import KEYS, in_timed_steps, timed_steps
 from shardlab.vocabulary import Collective, Phase, SpanKind
-from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops
+from shardlab.why.judged_steps import BALANCED, UNKNOWN, Cause, hop_us_of, hops, in_ms
 from shardlab.why.slow_messages import CHANGE, LATENCY, REPEATED, repeated, repeated_in_words
 from shardlab.why.slow_work import OPTIMIZER
 
@@ -93,7 +93,7 @@ def _moving(sent: pd.DataFrame, hop_us: float | None, moving_us: float) -> Itera
     if sent.empty:
         return
     per_step = sent.groupby(KEYS).size().median()
-    said = f"{moving_us / 1e3:.3g} ms of a step are messages with no compute beside them, {per_step:.0f} are sent"
+    said = f"{in_ms(moving_us)} of a step are messages with no compute beside them, {per_step:.0f} are sent"
     if hop_us is None:
         share, said = 0.0, f"{said}, latency and waiting not told apart"
     else:
@@ -138,7 +138,7 @@ def _idle(other_us: float, of_kind: Callable[[SpanKind], float]) -> Iterator[Sha
         (OPTIMIZER, SpanKind.OPTIMIZER, "the optimizer, with clipping, takes", "fused=True or a cheaper one, at most,"),
     ):
         taken = of_kind(kind)
-        yield name, taken, f"{words} {taken / 1e3:.3g} ms a step", change, taken
+        yield name, taken, f"{words} {in_ms(taken)} a step", change, taken
 
 
 def _balanced(compute_us: float, us: float) -> Cause:

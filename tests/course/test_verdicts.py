@@ -179,7 +179,7 @@ def test_ranks_that_take_turns_on_a_core_compute_longer():
     split = pd.DataFrame({
         "run": ["1 rank", "2 ranks", "4 ranks"], "compute_us": [60.0, 62.0, 65.0], "off_cpu_us": [0.0, 1.0, 37.0],
     })  # fmt: skip
-    said = "Compute, with the time off the CPU in it, takes 1.05 times with 2 ranks"
+    said = "Compute, with the time off the CPU in it, takes 1.05 times as long with 2 ranks"
     shared = "those ranks share cores or memory, and no faster link brings that back."
-    assert say.floor_verdict(split, "1 rank") == f"{said} and 1.70 times with 4 ranks: {shared}"
+    assert say.floor_verdict(split, "1 rank") == f"{said} and 1.70 times as long with 4 ranks: {shared}"
     assert say.floor_verdict(split[:2], "1 rank") == f"{said}: more ranks did not slow it here."

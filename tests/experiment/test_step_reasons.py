@@ -82,3 +82,6 @@ def test_answers_that_are_no_cause():
     assert why(reasons(script)) == "cannot be said: the groups of ranks are not one mesh", "nobody could give axes"
     one = replace(made, steps=made.steps[made.steps["step"] < 3])
     assert why(reasons(one)).endswith("needed beside the first and the traced one, and there are 3 in all")
+    (unknown,) = reasons_table(reasons(one)).to_dict("records")
+    assert all(pd.isna(unknown[name]) for name in ("of a step (ms)", "share (%)", "gain (ms)"))
+    assert unknown["change"] == "run more steps"

@@ -23,7 +23,7 @@ from shardlab.plots import collective_timeline, training_progress
 from shardlab.plots.theme import nothing
 from shardlab.records.store import Records, load_runs, run_directories, whole_steps
 from shardlab.records.tables import TABLES
-from shardlab.vocabulary import Phase, Role
+from shardlab.vocabulary import Role
 
 EVERY_S = 0.45
 SHARE = 0.2  # of a core, at most
@@ -93,9 +93,10 @@ class LiveView(Panel):
         self.progress, last = progress, steps.iloc[-1]
         held = progress.memory[progress.memory["role"] != Role.UNATTRIBUTED]  # what the strategy holds
         self.curves.replace(training_progress(steps[steps["rank"] == 0], held), final=final)
-        moved = progress.collectives[progress.collectives["phase"] != Phase.METRICS]
         if (progress.spans["run"] == last["run"]).any():
-            figure = collective_timeline(moved, progress.spans, run=str(last["run"]), step=int(last["step"]))
+            figure = collective_timeline(
+                progress.collectives, progress.spans, run=str(last["run"]), step=int(last["step"])
+            )
             self.timeline.replace(figure, final=final)
         done = (last["step"] + 1) / self._num_steps if self._num_steps and not final else None
         self.message.say(f"{'Ended' if final else 'Running'}: {last['run']}, step {last['step']}.", done)

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from shardlab.analysis.held_bytes import WHOLE_STEP
-from shardlab.analysis.rows import one_run, one_step
+from shardlab.analysis.rows import of_steps, one_run, one_step
 from shardlab.plots.text import format_bytes
 from shardlab.records.store import Records
 from shardlab.vocabulary import WHOLE_MODEL, Collective, Role, SpanKind
@@ -91,7 +91,7 @@ def events_of_step(records: Records, *, run: str | None = None, step: int | None
         table[(table["run"] == name) & (table["source"] == source)]
         for table in (records.collectives, records.spans, records.memory)
     )
-    collectives, spans = (table[table["step"] == step] for table in (collectives, spans))
+    collectives, spans = (table[table["step"] == step] for table in (of_steps(collectives), spans))
     rows = [*_compute(spans), *_communication(collectives), *_memory(memory, step)]
     if not rows:
         raise ValueError(f"step: {step} of run {name!r} has neither compute nor communication recorded")

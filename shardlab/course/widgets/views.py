@@ -13,7 +13,6 @@ from shardlab.course.figures import run_difference
 from shardlab.course.widgets.history import RunHistory, unlike
 from shardlab.plots.theme import nothing
 from shardlab.records.store import Records
-from shardlab.vocabulary import Phase
 
 
 def _unlike(history: RunHistory, labels: Sequence[str]) -> str:
@@ -53,12 +52,6 @@ def _course(history: RunHistory, label: str) -> go.Figure:
     return plots.memory_over_step(pd.concat([memory, plan.memory.assign(run=label)], ignore_index=True), run=label)
 
 
-def _traffic(history: RunHistory) -> pd.DataFrame:
-    """The collectives without the reported loss."""
-    collectives = history.records().collectives
-    return collectives[collectives["phase"] != Phase.METRICS]
-
-
 # Of a history with at least one run, and the label of a run.
 VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
     "loss": lambda history, _: plots.loss_curves(history.records().steps, _unlike(history, history.labels())),
@@ -66,10 +59,14 @@ VIEWS: dict[str, Callable[[RunHistory, str], go.Figure]] = {
     "memory at rest": lambda history, _: plots.memory_by_role(history.records().memory),
     "memory at the peak": lambda history, _: plots.memory_by_role(history.records().memory, "peak"),
     "communication: exposed and hidden": lambda history, _: _overlap(history.records()),
-    "bytes sent": lambda history, _: plots.wire_volume(_traffic(history), runs=history.labels()),
+    "bytes sent": lambda history, _: plots.wire_volume(history.records().collectives, runs=history.labels()),
     "change from the run before": _change,
-    "one run: timeline": lambda of, run: plots.collective_timeline(_traffic(of), of.records().spans, run=run),
+    "one run: timeline": lambda of, run: plots.collective_timeline(
+        of.records().collectives, of.records().spans, run=run
+    ),
     "one run: memory over a step": _course,
-    "one run: who sends to whom": lambda history, run: plots.traffic_matrix(_traffic(history), run=run),
-    "one run: who holds which slice": lambda history, run: plots.shard_map(history.records().shards, run=run),
+    "one run: who sends to whom": lambda history, run: plots.traffic_matrix(history.records().collectives, run=run),
+    "one run: who holds which slice": lambda of, run: plots.shard_map(
+        (rows := of.records().shards)[rows["run"] == run]
+    ),
 }

@@ -28,6 +28,7 @@ from shardlab.records.store import Records
 from shardlab.schedules import PLANS
 from shardlab.units import wrap_text
 from shardlab.vocabulary import Collective, Phase
+from shardlab.why.judged_steps import in_ms
 
 from shardlab.experiment.told.summary import (  # isort: skip
     FULL, LOSS_TOLERANCE, REFERENCE, ROUNDED_LOSS_TOLERANCE, averaged_runs, counted_steps, not_finite, precision_of,
@@ -202,7 +203,7 @@ def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
     times = times.loc[list(rows.index)].sort_values("middle", kind="stable")
     first = str(times.index[0])
     if len(times) == 1:
-        return f"{first} alone, {times['middle'].iloc[0]:.3g} ms a step"
+        return f"{first} alone, {in_ms(1e3 * times['middle'].iloc[0])} a step"
     if doubt:
         return "cannot be said: times are uncertain, see below"
     if times["steps"].min() < FEWEST_STEPS:
@@ -211,10 +212,10 @@ def fastest(rows: pd.DataFrame, times: pd.DataFrame, doubt: str = "") -> str:
     second = str(times.index[1])
     if high >= low2:
         return (
-            f"cannot be said: {first} and {second} take about as long, half of their steps {low:.3g} to {high:.3g} ms "
-            f"and {low2:.3g} to {high2:.3g} ms"
+            f"cannot be said: {first} and {second} take about as long, half of their steps "
+            f"{in_ms(1e3 * low)[:-3]} to {in_ms(1e3 * high)} and {in_ms(1e3 * low2)[:-3]} to {in_ms(1e3 * high2)}"
         )
-    said = f"{first}, {middle:.3g} ms a step (median), {format_percent(1 - middle / middle2)} less than {second}"
+    said = f"{first}, {in_ms(1e3 * middle)} a step (median), {format_percent(1 - middle / middle2)} less than {second}"
     if not rows["wire_bytes_per_step"].astype("float64")[first]:
         return said
     hidden = rows["overlap"].astype("float64")[first]
@@ -230,7 +231,8 @@ def _alone(rows: pd.DataFrame, times: pd.DataFrame) -> str:
     one, several = times.loc[REFERENCE], times.loc[list(rows.index)]
     if one["high"] >= several["low"].min():
         return ""
-    return f"; one process alone is faster with the rows of all, {one['middle']:.3g} ms"
+    took = in_ms(1e3 * float(times["middle"].to_dict()[REFERENCE]))
+    return f"; one process alone is faster with the rows of all, {took}"
 
 
 def messages(
@@ -328,7 +330,8 @@ def _trusted(comparison: Comparison, doubt: str) -> Iterable[str]:
         too = ", and gradients by a factor" if hidden else ""
         too += f", within the rounding of {listing(sorted(rounded))}" if rounded and comparison.losses_equal else ""
         too += ", not compared with the single process, see below" if alone_verdict(comparison) else ""
-        yield f"losses {'equal to' if comparison.losses_equal else 'NOT equal: they differ by'} {judged:.1e}{too}"
+        by = f"{' to' if comparison.losses_equal else ': they differ by'} {judged:.1e}" if judged else ""
+        yield f"losses {'equal' if comparison.losses_equal else 'NOT equal'}{by}{too}"
     if skipped := skipped_steps(comparison.records):
         each = [f"{len(steps)} of {name}" for name, steps in skipped.items()]
         yield f"steps skipped, because gradients overflowed in fp16: {listing(each)}"

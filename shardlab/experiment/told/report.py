@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from shardlab import plots
 from shardlab.analysis.held_bytes import allocator_items, peak
 from shardlab.analysis.overlap import overlap, step_split
-from shardlab.analysis.rows import in_timed_steps, timed_steps
+from shardlab.analysis.rows import in_timed_steps, of_steps, timed_steps
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.directory import write_page
 from shardlab.experiment.told.answer import answer
@@ -26,7 +26,7 @@ from shardlab.experiment.told.step_reasons import reasons_table
 from shardlab.experiment.told.summary import FULL, PLANNED, REFERENCE, readable_summary, reference_of, rounding_of
 from shardlab.experiment.told.verdicts import transports_of, verdicts
 from shardlab.records.store import Records
-from shardlab.vocabulary import Phase, Role
+from shardlab.vocabulary import Role
 
 HELD = "What a rank's engine holds between two steps, and the most in one."
 SPLIT = "Means; whiskers: quartiles. Off the CPU beside communication counts as exposed."
@@ -124,9 +124,11 @@ def memory_tables(records: Records) -> dict[str, pd.DataFrame]:
 def _figures(comparison: Comparison) -> dict[str, go.Figure]:
     """The first two are those of the first screen; losses, which should coincide, come last."""
     records = comparison.records
+    has_single = REFERENCE in records.manifests and len(records.manifests) > 1
+    without = f" Without {REFERENCE}, which trains on the rows of all ranks." if has_single else ""
     _, *at_the_peak = memory_figures(records).items()
     figures = {
-        HELD: plots.memory_by_role(records.memory, with_peak=True), SPLIT: plots.step_parts(_parts(records)),
+        HELD: plots.memory_by_role(records.memory, with_peak=True), SPLIT + without: plots.step_parts(_parts(records)),
         **dict(at_the_peak),
     }  # fmt: skip
     if (records.memory["where"] == "process").any():
@@ -166,14 +168,14 @@ def _parts(records: Records) -> pd.DataFrame:
 def _timelines(comparison: Comparison) -> dict[str, go.Figure]:
     """By strategy and step: when ranks compute and communicate, in a step of median length and in the longest."""
     records = comparison.records
-    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     timed, drawn = timed_steps(records.steps), {}
+    sending = set(of_steps(records.collectives)["run"])
     for run in comparison.summary["strategy"]:
         own = timed[timed["run"] == run].dropna(subset="wire_bytes")
-        if run in set(traffic["run"]) and len(own):
+        if run in sending and len(own):
             longest = int(own.loc[own["step_us"].idxmax(), "step"])
             for step, which in {longest: "the longest", middle_step(own): "of median length"}.items():
-                figure = plots.collective_timeline(traffic, records.spans, run=run, step=step)
+                figure = plots.collective_timeline(records.collectives, records.spans, run=run, step=step)
                 drawn[f"{run}, step {step}, {which}"] = figure
     return dict(reversed(drawn.items()))  # of the strategies the last first, which is the most sharded one
 
@@ -194,10 +196,9 @@ def time_figures(records: Records, runs: list[str] | None = None) -> dict[str, g
         records: of one run or several.
         runs: in this order; None for one run.
     """
-    traffic = records.collectives[records.collectives["phase"] != Phase.METRICS]
     return {
         HIDDEN: plots.overlap_bars(overlap(*in_timed_steps(records.collectives, records.spans, records.steps))),
-        "Bytes sent by one rank in one step, by the ring formula.": plots.wire_volume(traffic, runs=runs),
+        "Bytes sent by one rank in one step, by the ring formula.": plots.wire_volume(records.collectives, runs=runs),
         f"How long a step takes, {_which(records.steps)}.": plots.step_times(timed_steps(records.steps)),
     }
 

@@ -125,11 +125,13 @@ def reasons_table(found: Mapping[str, Reasons], *, is_script: bool = False) -> p
     """One row for each cause of each run, the primary one first; see ``why``."""
 
     def change_of(cause: Cause) -> str:
-        change = re.sub(", at most,$", " (at most)", cause.change)
+        change = re.sub(", at most,$", " (at most)", cause.change).rstrip(",")
         return OPTION.sub("", change) if is_script else change
 
     rows = [
         (run, cause.name, cause.us / 1e3, 100 * cause.share, cause.gain_us / 1e3, change_of(cause), cause.evidence)
         for run, one in found.items() for cause in one.causes
     ]  # fmt: skip
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    table = pd.DataFrame(rows, columns=list(COLUMNS))
+    table.loc[table["cause"] == UNKNOWN, list(COLUMNS[2:5])] = float("nan")
+    return table

@@ -115,6 +115,8 @@ def test_a_run_can_be_stopped_and_the_next_one_goes_on(tmp_path):
     for view in VIEWS:
         bench.view.value, bench.about.value = view, "1 zero1"
         assert summary_of(bench.upper.content)
+    assert "who holds which slice" in bench.view.value
+    assert "they are written at the end of a run" in summary_of(bench.upper.content)
     again = RunHistory(tmp_path).table().set_index("run")
     assert again["state"].to_dict() == {1: "unfinished", 2: "finished"}
     bench.close()
