@@ -43,9 +43,11 @@ class Forecast:
         parts: what they are spent on, in seconds; they add up to ``seconds``.
         peak_bytes: of a rank, in tensors.
         not_modelled: sentences on what was left out or assumed.
-        least_seconds: of a step on a faster host, where one that nobody measured sets the pace; else ``seconds``.
+        least_seconds: on a faster host, where one that nobody measured sets the pace; else ``seconds``. By how
+            much a forecast may miss is in neither: ``region.range_of`` adds what ``region.expected_miss`` says.
         most_seconds: of a step over the slowest links between hosts that are usual, where no network says them, and
-            ``seconds`` is over the fastest, and with all that is warned of; elsewhere the same as ``seconds``.
+            ``seconds`` is over the fastest, on a slower host, where nobody measured it, and with what else is warned
+            of; elsewhere the same as ``seconds``.
         warnings: sentences on what makes this very step one outside of what is known, and is not in its seconds.
     """
 
@@ -129,10 +131,13 @@ def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]]
     factors = fitted(pairs)
     parts = step_parts(job, factors)
     seconds, sentences = parts.total(), tuple(_sentences(job, pairs, factors))
-    slow = max(seconds, step_parts(job.slowest, fitted(checked(calibration, job.slowest))).total())
+    # A slower host is replayed, whether this one sets the pace or not: so over faster links no step takes longer.
+    at_worst = fitted(checked(calibration, job.slowest)) if pairs else Factors(host=1 / HOST)
+    slow = max(seconds, step_parts(job.slowest, at_worst).total())
     warned = [*doubts_of(job, parts, is_measured=bool(pairs))]
     least, most = seconds / prod(one.faster for one in warned), slow * prod(one.slower for one in warned)
-    return Forecast(seconds, dict(parts), peak_bytes(job), sentences, least, most, tuple(one.said for one in warned))
+    spent = {part: max(0.0, of) for part, of in parts.items()}  # differences of times, such as -1e-13
+    return Forecast(seconds, spent, peak_bytes(job), sentences, least, most, tuple(one.said for one in warned))
 
 
 def may_retry(job: Job) -> bool:
@@ -169,7 +174,7 @@ def doubts_of(job: Job, parts: Mapping[str, float], *, is_measured: bool) -> Ite
             "would help.",
         )  # fmt: skip
     if waits_for_host(parts):
-        yield Doubt(*(1.0, 1.0) if is_measured else (HOST, HOST),
+        yield Doubt(1.0, 1.0 if is_measured else HOST,  # a slower one is replayed
             f"Host-bound: {parts[HOST_BOUND] / sum(parts.values()):.0%} of a step the GPU waits for the next kernel to "
             "be launched. More tokens a micro-batch, a compiler or a CUDA graph would help; more tensor parallelism "
             "would not.",
@@ -235,7 +240,10 @@ def _on_network(job: Job) -> Iterator[str]:
 def _on_pairs(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
     """What measured steps are of, and which are still missed."""
     if not pairs:
-        return ["Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured."]
+        seconds, slow = (step_parts(job, one).total() for one in (factors, Factors(host=1 / HOST)))
+        on_slow = f" Its range counts a host that takes {HOST:g} times as long a kernel." * (slow > 1.005 * seconds)
+        said = "Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured."
+        return [said + on_slow]
     found = [
         f"Calibration pair {number} is of {of.card.name}, the forecast of {job.card.name}."
         for number, (of, _) in enumerate(pairs)
