@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from shardlab.cli.console import (
-    INTERRUPTED, answer_table, names_in, progress_bar, refuse_others, say, say_json, table_of,
-)  # fmt: skip
+from shardlab.cli import console
+from shardlab.cli.console import answer_table, names_in, progress_bar, refuse_others, say, say_json, table_of
 from shardlab.forecast.machine import Machine
 from shardlab.forecast.published import summary, validate_published
 from shardlab.forecast.region import by_laboratory
@@ -90,7 +89,7 @@ def _calibrate_ranks(counts: list[int], out: Path, limit: float, *, quick: bool)
         with progress_bar(missing) as advance:
             calibration.measure(advance, limit)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = console.INTERRUPTED
     if left := len(calibration.missing):
         said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
         typer.echo(said, err=True)
