@@ -129,10 +129,9 @@ def forecast(
 
 def run_as(gpu: str, attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async_tp: bool) -> dict[str, Any]:
     """Arguments of a job, by the options of those names; products are in fp16 on a card that has no bf16."""
-    card = Gpu.parse(gpu)
-    peaks = card.peaks
+    peaks = Gpu.parse(gpu).peaks
     if fp8 and peaks and "fp8" not in peaks:
-        raise ValueError(f"fp8: is given; {card.name} has {', '.join(peaks)}")
+        raise ValueError(f"fp8: is given; {gpu} has {', '.join(peaks)}")
     return {
         "attention": attention or None, "compiled": compiled, "cuda_graph": cuda_graph, "async_tensor": async_tp,
         "precision": "fp8" if fp8 else "fp16" if peaks and "bf16" not in peaks else "bf16",
@@ -177,9 +176,8 @@ def _tell_forecast(model: CountedModel, job: Job, steps: Sequence[Step], *, json
     found, miss = forecast_of(job, steps), expected_miss(job, steps)
     if json:
         told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), **range_in_json(found, miss)}
-        told |= {"try_next": _next(job, found.seconds, steps)}
         told |= {**rates(job, found.seconds), "fits": verdict(found.peak_bytes, job.card.memory_bytes)}
-        say_json({**told, "arguments": asdict(job)})
+        say_json({**told, "try_next": _next(job, found.seconds, steps), "arguments": asdict(job)})
         return
     say(answer_table([
         model.line,

@@ -25,6 +25,7 @@ FAR = 0.05  # a calibration pair that is missed by more is named
 # 13B on 8 A100 40GB made 17 % more tokens a second (1948 to 1668, 2019 to 1727, 2074 to 1763), on 16, with room, 2 %
 # (2031 to 1993; llm-foundry, scripts/train/benchmarking: torch2.md, README.md). So it is a warning, and no seconds.
 ROOM_BYTES, ROOM_LAYERS = 4.8e9, 9.1
+LONG_HOPS = 1e-3  # seconds of a ring's hops, those of 214 ranks
 WAITS = 0.05  # of a step, for its host: from here on the host sets the pace
 MOST_SENT = 0.6  # of a layer's compute, its messages: of published steps that are sharded by unit 0.57 at most
 # What is in no seconds, since no term for it holds on a machine that it was not chosen on: how many times as long a
@@ -230,6 +231,17 @@ def _on_network(job: Job) -> Iterator[str]:
         )
     elif job.network is None and job.data * job.tensor > 1:
         yield f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed."
+    step = Step(job, Factors())
+    layer = step.units[0][0]
+    for op, axis, part in job.row.reduced(job.sizes):
+        num_bytes = layer.reduced_bytes * part / (1 if job.row.by_unit else layer.num_messages)
+        hops = step.message_seconds(op, axis, 1.0)
+        if hops > max(LONG_HOPS, (others := step.message_seconds(op, axis, num_bytes) - hops)):
+            yield (
+                f"A message over {job.sizes[axis]:,} ranks takes {1e3 * hops:.2g} ms for its hops and "
+                f"{1e3 * others:.2g} ms for its {num_bytes / 1e6:.0f} MB: larger ones would wait less, and so would "
+                "hybrid_shard, whose rings are short."
+            )
     if not job.links.is_switched:
         yield (
             "Hosts of four GPUs are taken to have no switch, so that two GPUs have a third of their links for each "

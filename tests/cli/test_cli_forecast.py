@@ -455,7 +455,7 @@ def test_bad_input_is_refused(config):
         (["search", *of_it, "1", "--async-tp"], "async-tp: is given, and no way divides layers; leave it out"),
         (["forecast", *of_it, "8", "--no-sync"], "no-sync: is given, and a step has one micro-batch; give more"),
         (["forecast", *of_it, "1", "--no-sync", "--batch", "2"], "no-sync: is given, and a step has one data rank"),
-        (["forecast", *of_it, "8", "--gpu", "a100", "--fp8"], "fp8: is given; a100-80gb has bf16, fp16, tf32"),
+        (["forecast", *of_it, "8", "--gpu", "a100", "--fp8"], "fp8: is given; a100 has bf16, fp16, tf32"),
         (["search", *of_it, "64", "--batch", "7"], "batch: 7 sequences a step cannot be divided over 64 ranks"),
         (["forecast", *of_it, "8", "--gpu", "0GB"], "memory: '0GB' is not understood; write a number above 0 and kB"),
         (["validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
