@@ -4,7 +4,6 @@
 """
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from shardlab.cli import console
 from shardlab.cli.console import answer_table, names_in, progress_bar, refuse_others, say, say_json, table_of
 from shardlab.forecast.machine import Machine
 from shardlab.forecast.published import summary, validate_published
@@ -84,12 +84,16 @@ def _calibrate_ranks(counts: list[int], out: Path, limit: float, *, quick: bool)
     if missing < total:
         said = f"{total - missing} of {total} parts were measured before; remove {parts} to measure them again"
         say(said, soft_wrap=True)
-    with progress_bar(missing) as advance, suppress(KeyboardInterrupt):
-        calibration.measure(advance, limit)
+    code = 1
+    try:
+        with progress_bar(missing) as advance:
+            calibration.measure(advance, limit)
+    except KeyboardInterrupt:
+        code = console.INTERRUPTED
     if left := len(calibration.missing):
         said = f"Stopped: {total - left} of {total} parts are measured, and kept in {parts}; the same command goes on"
-        say(said, soft_wrap=True)
-        raise typer.Exit(1)
+        typer.echo(said, err=True)
+        raise typer.Exit(code)
     calibration.machine().write(out)
     parts.unlink(missing_ok=True)
     say(f"Calibration: {out}", soft_wrap=True)

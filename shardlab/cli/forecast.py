@@ -97,6 +97,8 @@ def forecast(
     For example: shardlab forecast --params 13B --ranks 4 --gpu h100
     """
     precision_named(precision)  # before anything is read
+    if async_tp and tp == 1:
+        raise ValueError("async-tp: is given, and no layer is divided; give --tp 2, for example, or leave it out")
     model, steps = CountedModel.given(config, params, seq_len or 0), [step_in(file) for file in measured or ()]
     way = {
         "tensor": tp, "micro_batch": micro_batch, "no_sync": no_sync, "states": precision,
@@ -128,6 +130,8 @@ def forecast(
 def run_as(gpu: str, attention: str, *, compiled: bool, cuda_graph: bool, fp8: bool, async_tp: bool) -> dict[str, Any]:
     """Arguments of a job, by the options of those names; products are in fp16 on a card that has no bf16."""
     peaks = Gpu.parse(gpu).peaks
+    if fp8 and peaks and "fp8" not in peaks:
+        raise ValueError(f"fp8: is given; {gpu} has {', '.join(peaks)}")
     return {
         "attention": attention or None, "compiled": compiled, "cuda_graph": cuda_graph, "async_tensor": async_tp,
         "precision": "fp8" if fp8 else "fp16" if peaks and "bf16" not in peaks else "bf16",
@@ -171,9 +175,9 @@ def _tell_memory(model: CountedModel, job: Job, gpu: str, memory: float, *, json
 def _tell_forecast(model: CountedModel, job: Job, steps: Sequence[Step], *, json: bool) -> None:
     found, miss = forecast_of(job, steps), expected_miss(job, steps)
     if json:
-        told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), "miss": asdict(miss)}
+        told = {**model.as_json(), **asdict(found), "rest_bytes": rest_bytes(job), **range_in_json(found, miss)}
         told |= {**rates(job, found.seconds), "fits": verdict(found.peak_bytes, job.card.memory_bytes)}
-        say_json({**told, "arguments": asdict(job)})
+        say_json({**told, "try_next": _next(job, found.seconds, steps), "arguments": asdict(job)})
         return
     say(answer_table([
         model.line,
@@ -191,6 +195,11 @@ def _tell_forecast(model: CountedModel, job: Job, steps: Sequence[Step], *, json
         {"part": parts.index, "s": parts.map("{:.3g}".format), "%": (100 * parts / found.seconds).map("{:.1f}".format)}
     )
     say(table_of(table, "What a step is spent on", 2, right=["s", "%"]))
+
+
+def range_in_json(found: Forecast, miss: Miss) -> dict[str, Any]:
+    """Least and most seconds of a step, as TIME says them, and by how much it may miss."""
+    return {"range_seconds": range_of(found, miss.share), "miss": {**asdict(miss), "usual_share": USUAL_MISS}}
 
 
 def said_of(miss: Miss) -> str:
@@ -250,4 +259,8 @@ def _job_of(given: Mapping[str, Any], ranks: int, batch: int | None) -> Job:
         raise ValueError(
             f"batch: {sequences} sequences is given; {data} data ranks x micro-batch {micro_batch} must divide it"
         )
-    return Job(**given, data=data, accumulation=sequences // data // micro_batch)
+    accumulation = sequences // data // micro_batch
+    if given["no_sync"] and (accumulation == 1 or data == 1):
+        one = "micro-batch; give more sequences by --batch" if accumulation == 1 else "data rank; give more --ranks"
+        raise ValueError(f"no-sync: is given, and a step has one {one}, or leave it out")
+    return Job(**given, data=data, accumulation=accumulation)

@@ -17,7 +17,7 @@ from shardlab.forecast.published import Pair
 
 DOES_NOT_FIT = "it does not fit"
 MARK = "* Warned of: a range, to what that may cost; shardlab forecast says why, of one way alone."
-RANGES = "Where a step is a range, tokens/s and MFU are without what is warned of, over the fastest links."
+RANGES = "Of a range, tokens/s and MFU are without what is warned of, over the fastest links, on a usual host."
 LOST = ("waiting for messages", "slowed by messages")  # parts of a step
 
 

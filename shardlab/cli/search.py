@@ -17,7 +17,7 @@ from shardlab.planner.formulas import precision_named
 
 from shardlab.cli.forecast import (  # isort: skip
     CARD, AsJson, AsyncTp, Attention, Batch, Card, Compiled, Config, CudaGraph, Fp8, Kept, Measured, Network,
-    Params, Ranks, SeqLen, Step, memory_alone, run_as, said_of, step_in, time_of,
+    Params, Ranks, SeqLen, Step, memory_alone, range_in_json, run_as, said_of, step_in, time_of,
 )  # fmt: skip
 
 SHOWN = 12  # ways
@@ -51,6 +51,8 @@ def search(
     on: dict[str, Any] = {"hardware": gpu, "network": network or None, "states": precision}
     on |= run_as(gpu, attention, compiled=compiled, cuda_graph=cuda_graph, fp8=fp8, async_tp=async_tp)
     found = ways.search(model.sizes, ranks, batch or ranks, calibration=steps, **on)
+    if async_tp and all(one.job.tensor == 1 for one in found):
+        raise ValueError("async-tp: is given, and no way divides layers; leave it out")
     enough = None if found[0].fits else ways.cards_that_would_do(model.sizes, ranks, **on)
     _tell(model, found, enough, steps, json=json)
     if not json:
@@ -60,24 +62,27 @@ def search(
 def _tell(
     model: CountedModel, found: Sequence[Found], enough: Job | None, steps: Sequence[Step], *, json: bool
 ) -> None:  # fmt: skip
-    rows = pd.DataFrame([
+    ranges: list[dict[str, Any]] = [vars(forecast_of(one.job, steps)) for one in found[:SHOWN]]
+    rows = [
         {
             "way": one.job.way, "seconds": one.seconds, "peak_bytes": one.peak_bytes,
             **rates(one.job, one.seconds), "fits": one.fits, "is_tied": one.is_tied, "why_not": one.why_not,
             "warnings": [doubt.said for doubt in doubts_of(one.job, one.parts, is_measured=bool(steps))],
         }
-        for one in found
-    ])  # fmt: skip
+        for one in (found if json else found[:SHOWN])
+    ]  # fmt: skip
     if json:
-        cards = None if enough is None else enough.data * enough.tensor
-        told = {**model.as_json(), "cards_that_would_do": cards, "ways": rows.to_dict("records")}
-        say_json(told)
+        for row, ends in zip(rows, [*ranges, *[{}] * len(rows)], strict=False):
+            row |= {name: ends.get(name) for name in ("least_seconds", "most_seconds")}
+        cards, best = None if enough is None else enough.data * enough.tensor, found[0].job
+        time = range_in_json(forecast_of(best, steps), expected_miss(best, steps)) if found[0].fits else {}
+        say_json({**model.as_json(), "cards_that_would_do": cards, "fastest": time, "ways": rows})
         return
     say(answer_table([model.line, *_found(found, enough, steps)]))
-    ranges = [vars(forecast_of(one.job, steps)) for one in found[:SHOWN]]
-    shown = rows.head(SHOWN).assign(
-        seconds=[*map(in_seconds, ranges)], peak_bytes=(rows["peak_bytes"] / 1e9).map("{:.3g}".format),
-        tokens_per_second=rows["tokens_per_second"].map("{:,.0f}".format), mfu=rows["mfu"].map("{:.0%}".format),
+    table = pd.DataFrame(rows)
+    shown = table.assign(
+        seconds=[*map(in_seconds, ranges)], peak_bytes=(table["peak_bytes"] / 1e9).map("{:.3g}".format),
+        tokens_per_second=table["tokens_per_second"].map("{:,.0f}".format), mfu=table["mfu"].map("{:.0%}".format),
     ).drop(columns=["tokens_per_day", "fits", "is_tied", "warnings"])  # fmt: skip
     names = {"seconds": "step (s)", "peak_bytes": "peak (GB)", "tokens_per_second": "tokens/s", "mfu": "MFU",
              "why_not": "why not"}  # fmt: skip

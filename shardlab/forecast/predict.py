@@ -25,6 +25,7 @@ FAR = 0.05  # a calibration pair that is missed by more is named
 # 13B on 8 A100 40GB made 17 % more tokens a second (1948 to 1668, 2019 to 1727, 2074 to 1763), on 16, with room, 2 %
 # (2031 to 1993; llm-foundry, scripts/train/benchmarking: torch2.md, README.md). So it is a warning, and no seconds.
 ROOM_BYTES, ROOM_LAYERS = 4.8e9, 9.1
+LONG_HOPS = 1e-3  # seconds of a ring's hops, those of 214 ranks
 WAITS = 0.05  # of a step, for its host: from here on the host sets the pace
 MOST_SENT = 0.6  # of a layer's compute, its messages: of published steps that are sharded by unit 0.57 at most
 # What is in no seconds, since no term for it holds on a machine that it was not chosen on: how many times as long a
@@ -43,9 +44,11 @@ class Forecast:
         parts: what they are spent on, in seconds; they add up to ``seconds``.
         peak_bytes: of a rank, in tensors.
         not_modelled: sentences on what was left out or assumed.
-        least_seconds: of a step on a faster host, where one that nobody measured sets the pace; else ``seconds``.
+        least_seconds: on a faster host, where one that nobody measured sets the pace; else ``seconds``. By how
+            much a forecast may miss is in neither: ``region.range_of`` adds what ``region.expected_miss`` says.
         most_seconds: of a step over the slowest links between hosts that are usual, where no network says them, and
-            ``seconds`` is over the fastest, and with all that is warned of; elsewhere the same as ``seconds``.
+            ``seconds`` is over the fastest, on a slower host, where nobody measured it, and with what else is warned
+            of; elsewhere the same as ``seconds``.
         warnings: sentences on what makes this very step one outside of what is known, and is not in its seconds.
     """
 
@@ -129,10 +132,13 @@ def forecast_of(job: Job, calibration: Sequence[tuple[Mapping[str, Any], float]]
     factors = fitted(pairs)
     parts = step_parts(job, factors)
     seconds, sentences = parts.total(), tuple(_sentences(job, pairs, factors))
-    slow = max(seconds, step_parts(job.slowest, fitted(checked(calibration, job.slowest))).total())
+    # A slower host is replayed, whether this one sets the pace or not: so over faster links no step takes longer.
+    at_worst = fitted(checked(calibration, job.slowest)) if pairs else Factors(host=1 / HOST)
+    slow = max(seconds, step_parts(job.slowest, at_worst).total())
     warned = [*doubts_of(job, parts, is_measured=bool(pairs))]
     least, most = seconds / prod(one.faster for one in warned), slow * prod(one.slower for one in warned)
-    return Forecast(seconds, dict(parts), peak_bytes(job), sentences, least, most, tuple(one.said for one in warned))
+    spent = {part: max(0.0, of) for part, of in parts.items()}  # differences of times, such as -1e-13
+    return Forecast(seconds, spent, peak_bytes(job), sentences, least, most, tuple(one.said for one in warned))
 
 
 def may_retry(job: Job) -> bool:
@@ -169,7 +175,7 @@ def doubts_of(job: Job, parts: Mapping[str, float], *, is_measured: bool) -> Ite
             "would help.",
         )  # fmt: skip
     if waits_for_host(parts):
-        yield Doubt(*(1.0, 1.0) if is_measured else (HOST, HOST),
+        yield Doubt(1.0, 1.0 if is_measured else HOST,  # a slower one is replayed
             f"Host-bound: {parts[HOST_BOUND] / sum(parts.values()):.0%} of a step the GPU waits for the next kernel to "
             "be launched. More tokens a micro-batch, a compiler or a CUDA graph would help; more tensor parallelism "
             "would not.",
@@ -225,6 +231,17 @@ def _on_network(job: Job) -> Iterator[str]:
         )
     elif job.network is None and job.data * job.tensor > 1:
         yield f"The network is not known: GPUs of one host, {job.card.inside} between them, are assumed."
+    step = Step(job, Factors())
+    layer = step.units[0][0]
+    for op, axis, part in job.row.reduced(job.sizes):
+        num_bytes = layer.reduced_bytes * part / (1 if job.row.by_unit else layer.num_messages)
+        hops = step.message_seconds(op, axis, 1.0)
+        if hops > max(LONG_HOPS, (others := step.message_seconds(op, axis, num_bytes) - hops)):
+            yield (
+                f"A message over {job.sizes[axis]:,} ranks takes {1e3 * hops:.2g} ms for its hops and "
+                f"{1e3 * others:.2g} ms for its {num_bytes / 1e6:.0f} MB: larger ones would wait less, and so would "
+                "hybrid_shard, whose rings are short."
+            )
     if not job.links.is_switched:
         yield (
             "Hosts of four GPUs are taken to have no switch, so that two GPUs have a third of their links for each "
@@ -235,7 +252,10 @@ def _on_network(job: Job) -> Iterator[str]:
 def _on_pairs(job: Job, pairs: Sequence[tuple[Job, float]], factors: Factors) -> list[str]:
     """What measured steps are of, and which are still missed."""
     if not pairs:
-        return ["Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured."]
+        seconds, slow = (step_parts(job, one).total() for one in (factors, Factors(host=1 / HOST)))
+        on_slow = f" Its range counts a host that takes {HOST:g} times as long a kernel." * (slow > 1.005 * seconds)
+        said = "Nothing was measured on this cluster; give up to three steps of it: calibration= or --measured."
+        return [said + on_slow]
     found = [
         f"Calibration pair {number} is of {of.card.name}, the forecast of {job.card.name}."
         for number, (of, _) in enumerate(pairs)

@@ -14,6 +14,7 @@ least memory is first, and of equal memory the simplest. What is slower by no mo
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import product
 from math import log
 from typing import Any
@@ -22,10 +23,10 @@ from shardlab.forecast.calibration import checked, fitted
 from shardlab.forecast.job import Job
 from shardlab.forecast.peak import peak_bytes
 from shardlab.forecast.predict import USABLE
-from shardlab.forecast.published import Pair, PublishedStep, error_of, published_steps
+from shardlab.forecast.published import Pair, PublishedStep, calibration_of, published_steps
 from shardlab.forecast.region import USUAL_MISS, expected_miss
 from shardlab.forecast.replay import REPLAYED
-from shardlab.forecast.step_model import step_parts
+from shardlab.forecast.step_model import Factors, step_parts
 from shardlab.forecast.transformer import Parts
 from shardlab.planner.rows import ROWS
 
@@ -52,17 +53,22 @@ class Found:
 
     Attributes:
         job: the way.
-        parts: what a step is spent on, in seconds.
         peak_bytes: of a rank, in tensors.
+        factors: of the cluster, as measured steps say.
         why_not: empty for the fastest that fits; else why it falls out.
         is_tied: whether it fits, and is slower than the fastest by no more than a forecast misses.
     """
 
     job: Job
-    parts: Parts
     peak_bytes: float
+    factors: Factors
     why_not: str = ""
     is_tied: bool = False
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What a step is spent on, in seconds; replayed for who asks, since most ways of a large model do not fit."""
+        return step_parts(self.job, self.factors)
 
     @property
     def seconds(self) -> float:
@@ -92,10 +98,10 @@ def search(sizes: Mapping[str, Any], ranks: int, sequences: int, **options: Any)
     jobs = list(_jobs(sizes, ranks, sequences, options))
     if not jobs:
         raise ValueError(
-            f"sequences: {sequences} a step cannot be divided over {ranks} ranks; give a multiple of the data ranks"
+            f"batch: {sequences} sequences a step cannot be divided over {ranks} ranks; give a multiple of data ranks"
         )
     factors = fitted(checked(calibration, jobs[0]))  # all are on the same cards and network
-    found = [Found(job, step_parts(job, factors), peak_bytes(job)) for job in jobs]
+    found = [Found(job, peak_bytes(job), factors) for job in jobs]
     fits = ranked([one for one in found if one.fits])
     found.sort(key=lambda one: one.peak_bytes)
     too_large = [replace(one, why_not=_too_large(one)) for one in found if not one.fits]
@@ -116,7 +122,7 @@ def next_to_try(job: Job, calibration: Sequence[Pair] = ()) -> tuple[str, Found]
     others = _jobs(_given(job), job.data * job.tensor, job.sequences, {})
     ways = {job: "", **{way: _only_option(job, way) for way in others}}
     ways |= {} if job.compiled else {replace(job, compiled=True): "--compiled"}
-    found = [Found(way, step_parts(way, factors), peak_bytes(way)) for way in ways if way is job or ways[way]]
+    found = [Found(way, peak_bytes(way), factors) for way in ways if way is job or ways[way]]
     here, fits = found[0], [way for way in found[1:] if way.fits]
     best = min(fits, key=lambda way: way.seconds, default=here)
     gains = not here.fits or best.seconds * (1 + NEAR) < here.seconds
@@ -178,7 +184,7 @@ def published_regrets() -> list[float]:
     for steps in jobs.values():
         ways = {step.job: step for step in steps}
         found = [
-            Found(job, Parts(all=step.seconds * (1 + error_of(step, is_calibrated=True))), peak_bytes(job))
+            Found(job, peak_bytes(job), fitted(checked(calibration_of(step.machine), job)))
             for job, step in ways.items()
         ]
         if len(found) > 1:
@@ -234,7 +240,7 @@ def _accumulates(strategy: str, micro_batches: int) -> tuple[bool, ...]:
 
 
 def _slower(found: Found, best: Found) -> str:
-    if found.parts is best.parts:
+    if found.job is best.job:
         return ""
     more = {name: seconds - best.parts.get(name, 0.0) for name, seconds in found.parts.items()}
     most, share = max(more, key=lambda name: more[name]), found.seconds / best.seconds - 1

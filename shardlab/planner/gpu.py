@@ -215,7 +215,7 @@ def memory_bytes(text: str) -> float:
     found = MEMORY.fullmatch(text.strip())
     if found is None or float(found[1]) <= 0:
         raise ValueError(
-            f"memory: {text!r} is not understood; write a number and kB, MB, GB or TB, or KiB, MiB, GiB or TiB, such "
-            "as 24GB"
+            f"memory: {text!r} is not understood; write a number above 0 and kB, MB, GB or TB, or KiB, MiB, GiB or "
+            "TiB, such as 24GB"
         )
     return float(found[1]) * float((1024 if found[3] else 1000) ** POWERS[found[2].lower()])

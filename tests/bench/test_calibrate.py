@@ -125,8 +125,10 @@ def test_the_command_keeps_says_and_resumes(tmp_path, measured, monkeypatch):
     monkeypatch.chdir(tmp_path)
     measured.measure.stops_after = 7
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick"])
-    assert done.exit_code == 1
-    assert "Stopped: 7 of 45 parts are measured, and kept in machine.json.part; the same command goes on" in done.output
+    said = "Stopped: 7 of 45 parts are measured, and kept in machine.json.part; the same command goes on\n"
+    assert (done.exit_code, done.stderr.lstrip()) == (130, said)
+    done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick", "--limit", "1e-9"])
+    assert (done.exit_code, done.stderr.lstrip()) == (1, said)
     assert not (tmp_path / "machine.json").exists()
     measured.measure.stops_after = -1
     done = CliRunner().invoke(app, ["calibrate", "--ranks", "2,2", "--quick"])

@@ -167,6 +167,11 @@ def test_what_is_not_known_is_a_range_or_no_error(config):
     assert found["miss"]["share"] is None
     reason = "outside of what is known: only 12 measured steps are like this one, of nanotron"
     assert found["miss"]["reason"].startswith(reason)
+    words = ("forecast", "--config", config, "--ranks", "64", "--batch", "128")
+    found, text = json.loads(said(*words, "--json")), " ".join(said(*words).split())
+    assert f"TIME about {' to '.join(f'{end:.2g}' for end in found['range_seconds'])} s a step, " in text
+    assert f"TRY NEXT {found['try_next']} MISSES BY" in text
+    assert f"by {found['miss']['usual_share']:.0%} at most" in text
 
 
 def test_all_strategies_stand_in_one_table_with_the_numbers_that_each_has_alone(config):
@@ -285,6 +290,10 @@ def test_a_search_names_the_fastest_and_why_others_fall_out(config, searched_onc
     ways = found["ways"]
     assert (ways[0]["why_not"], ways[0]["fits"], found["cards_that_would_do"]) == ("", True, None)
     assert any(way["why_not"].startswith("needs") and not way["fits"] for way in ways)
+    ends = [f"{ways[0][f'{end}_seconds']:.2g}" for end in ("least", "most")]
+    assert f"{' to '.join(dict.fromkeys(ends))} " in text
+    assert ways[-1]["most_seconds"] is None, "of the first alone, as in the table"
+    assert f" {' to '.join(f'{end:.2g}' for end in found['fastest']['range_seconds'])} s a step, " in text
     assert ways[0]["tokens_per_second"] == pytest.approx(128 * 8192 / ways[0]["seconds"])
 
 
@@ -444,6 +453,13 @@ def test_bad_input_is_refused(config):
         (["plan", "--params", "infB", "--ranks", "8"], "params: 'infB' is given; it must be a number above 0"),
         (["forecast", "--params", "300T", "--ranks", "8"], "params: 3e+14 is given; at most 2e+14 are allowed"),
         (["forecast", "--params", "1M", "--ranks", "8"], "params: 1e+06 is given; the smallest like Llama has"),
+        (["forecast", *of_it, "8", "--async-tp"], "async-tp: is given, and no layer is divided; give --tp 2, for"),
+        (["search", *of_it, "1", "--async-tp"], "async-tp: is given, and no way divides layers; leave it out"),
+        (["forecast", *of_it, "8", "--no-sync"], "no-sync: is given, and a step has one micro-batch; give more"),
+        (["forecast", *of_it, "1", "--no-sync", "--batch", "2"], "no-sync: is given, and a step has one data rank"),
+        (["forecast", *of_it, "8", "--gpu", "a100", "--fp8"], "fp8: is given; a100 has bf16, fp16, tf32"),
+        (["search", *of_it, "64", "--batch", "7"], "batch: 7 sequences a step cannot be divided over 64 ranks"),
+        (["forecast", *of_it, "8", "--gpu", "0GB"], "memory: '0GB' is not understood; write a number above 0 and kB"),
         (["validate", "--calibration", "nowhere.json"], "calibration: nowhere.json cannot be read"),
     ):
         done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})

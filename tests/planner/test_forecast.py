@@ -56,7 +56,7 @@ def test_the_parts_add_up_and_none_is_negative(strategy, accumulation):
     data = 1 if strategy == "single" else 16
     found = predict_step(**SMALL | {"strategy": strategy, "accumulation": accumulation, "data": data, "recompute": 3})
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
-    assert all(seconds >= -1e-12 for seconds in found.parts.values())
+    assert all(seconds >= 0 for seconds in found.parts.values())
     assert found.not_modelled
     assert all(sentence.endswith(".") for sentence in found.not_modelled)
 
@@ -266,6 +266,28 @@ def test_a_network_that_nobody_said_gives_a_range():
         assert not any("between hosts is not known" in said for said in one.not_modelled)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "data", "is_said"), [("zero1", 1024, 1), ("zero1", 64, 0), ("hybrid_shard", 1024, 0)]
+)
+def test_a_ring_that_is_long_says_that_hops_are_most_of_a_message(strategy, data, is_said):
+    job = GPT_7B | {"data": data, "strategy": strategy, "hardware": "h200", "micro_batch": 1}
+    said = predict_step(**job, network="8 per host, nvlink4, 400Gb/s per GPU").not_modelled
+    start = "A message over 1,024 ranks takes 4.8 ms for its hops and 0.37 ms for its 101 MB: larger"
+    assert sum(one.startswith(start) for one in said) == is_said, said
+
+
+@pytest.mark.parametrize("way", [{"strategy": "fsdp", "tensor": 4}, {"strategy": "zero3", "tensor": 4}])
+def test_the_longest_that_a_step_may_take_is_no_longer_over_faster_links(way):
+    """Those of a network that hides a slow host among them."""
+    job = GPT_7B | {"data": 8, "hardware": "h200", "seq_len": 1024, "micro_batch": 1, "gated": True} | way
+    found = [predict_step(**job, network=f"{rate}Gb/s per GPU") for rate in (50, 100, 200, 400, 800)]
+    most = [one.most_seconds for one in found]
+    assert most == sorted(most, reverse=True)
+    assert any("Host-bound" in said for said in found[-1].warnings)
+    assert not any("Host-bound" in said for said in found[0].warnings)
+    assert all(min(one.parts.values()) >= 0 for one in found)
+
+
 def test_a_measured_step_narrows_the_range_of_an_unknown_network():
     far = GPT_7B | {"data": 64, "hardware": "h100", "seq_len": 1024, "micro_batch": 1}
     pairs = [(GPT_7B | {"data": 8}, predict_step(**GPT_7B | {"data": 8, "hardware": "h100"}).seconds)]
@@ -350,7 +372,8 @@ def test_where_a_kernel_has_little_to_do_the_host_sets_the_pace():
     assert found.parts[HOST_BOUND] > 0.3 * found.seconds
     assert predict_step(**tiny | {"seq_len": 512}).seconds == pytest.approx(found.seconds, rel=0.05)
     assert found.seconds < predict_step(**tiny, tensor=4).seconds < 1.3 * found.seconds
-    assert (found.least_seconds, found.most_seconds) == (found.seconds / HOST, HOST * found.seconds)
+    assert found.least_seconds == found.seconds / HOST
+    assert found.most_seconds == pytest.approx(HOST * found.seconds, rel=0.05)
     compiled, graph = predict_step(**tiny, compiled=True), predict_step(**tiny, compiled=True, cuda_graph=True)
     assert graph.seconds <= compiled.seconds < 0.6 * found.seconds
     assert graph.parts[HOST_BOUND] == 0

@@ -131,5 +131,5 @@ def test_the_fewest_cards_that_would_do_are_said():
 
 
 def test_what_does_not_divide_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^sequences: 7 a step cannot be divided over 64 ranks"):
+    with pytest.raises(ValueError, match=r"^batch: 7 sequences a step cannot be divided over 64 ranks"):
         search(sizes(tmp_path, GPT2), 64, 7, hardware="h100")
