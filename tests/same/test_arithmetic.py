@@ -301,7 +301,7 @@ def test_what_a_script_multiplies_all_gradients_by_after_backward_is_no_differen
         mine.steps[0].stepped = mine.steps[0].gradients = [part([0.5] * 4)]
     assert "times 2: added over 2 ranks and not divided" in str(answer(ranks, alone))
     alone[0].steps[0].scale = 2.0
-    assert "otherwise than by one number or to a largest norm" in str(answer(ranks, alone))
+    assert "times 2, 0.5: neither by one number, by one over the rows of a sum, nor" in str(answer(ranks, alone))
 
 
 def test_a_reduce_to_one_rank_is_named():
