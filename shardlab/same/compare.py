@@ -176,8 +176,8 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
         if len(found.differ(by_rows)) < len(found.differ(rows)):
             found.unions[-1], expected, rows = mean, mean, by_rows
         elif all(row.cosine > 1 - CLOSE and isclose(row.ratio, rows[0].ratio, rel_tol=CLOSE) for row in rows):
-            why = f"after backward one process divides gradients of a sum over rows by {1 / scales[0]:.4g}, and its loss "
-            why += f"is of {', '.join(map(str, counts))} rows, by rank: whether it counts other rows there is not known; "
+            why = f"after backward one process divides gradients of a sum over rows by {1 / scales[0]:.4g}, and its "
+            why += f"loss is of {', '.join(map(str, counts))} rows, by rank: whether it counts others is not known; "
             raise UnlikeError(f"{why}take rows from a DataLoader, whose batches it is given as the ranks had them")
     found.rows += rows
     found.rows += _norms(number, steps, expected.gradient, num_ranks if found.by_sum else 1)

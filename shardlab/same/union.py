@@ -67,7 +67,7 @@ class Union:
         return replace(self, gradient=gradient, brought=known, is_summed=False, is_undivided=False, scale=by)
 
     def over_rows(self, counts: Sequence[int]) -> "Union":
-        """The same of a script that divides what sums over rows bring by how many all ranks have, of each rank these."""
+        """The same of a script that divides what sums over rows bring by how many all ranks have; each has these."""
         total, num_ranks = sum(counts), len(counts)
         brought = {(rank, micro): {name: value / counts[rank] for name, value in one.items()}
                    for (rank, micro), one in self.brought.items()}  # fmt: skip
