@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,8 @@ import typer
 from shardlab.cli.console import answer_table, progress_bar, say, say_json
 from shardlab.forecast.machine import Machine
 from shardlab.installed import num_cores
+
+ALIKE = 1e-3  # of a step: of two that differ by less it is said why they are alike
 
 if TYPE_CHECKING:
     from shardlab.experiment.config import CompareConfig
@@ -125,7 +128,10 @@ def what_if(
         say_json({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced})
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
+    same = "; over that link no rank would wait longer for messages"
+    same += ", which take no less than as recorded" if config.link is None else " or shorter"
+    is_same = link is not None and isclose(found.changed, found.replayed, rel_tol=ALIKE)
     cores, devices = num_cores(), comparison.records.manifests[strategy]["devices"]
     if {*devices} == {"cpu"} and (ranks or 0) > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"
-    say(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
+    say(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}{same * is_same}")]))
