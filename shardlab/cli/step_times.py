@@ -14,8 +14,6 @@ from shardlab.cli.console import answer_table, progress_bar, say, say_json
 from shardlab.forecast.machine import Machine
 from shardlab.installed import num_cores
 
-ALIKE = 1e-3  # of a step: of two that differ by less it is said why they are alike
-
 if TYPE_CHECKING:
     from shardlab.experiment.config import CompareConfig
     from shardlab.experiment.planned.forecast import StepForecast
@@ -128,9 +126,8 @@ def what_if(
         say_json({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced})
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
-    same = "; over that link no rank would wait longer for messages"
-    same += ", which take no less than as recorded" if config.link is None else " or shorter"
-    is_same = link is not None and isclose(found.changed, found.replayed, rel_tol=ALIKE)
+    is_same = link is not None and isclose(found.changed, found.replayed, rel_tol=1e-3)
+    same = "; messages over that link take no longer than recorded, or are hidden"
     cores, devices = num_cores(), comparison.records.manifests[strategy]["devices"]
     if {*devices} == {"cpu"} and (ranks or 0) > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"

@@ -157,7 +157,7 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
         elif not mixed.explains:
             reason += _some_elements(found, step, group, on)
         elif len(mixed.ranks) == 1 < len({*expected.twins}) and _agree({one: found.ours[step][one] for one in group}):
-            reason = f"all ranks step the gradient of rank {mixed.ranks[0]}: the rows of the others are missing"
+            reason = f"all ranks step the gradient of rank {listed([*mixed.ranks])}: the rows of the others are missing"
             advice = "call all_reduce in place of what sends it, and divide by the number of ranks"
         only = "" if len(group) == len(names) else f" ({_some(group)})"
         said.append((reason + only, _where(ranks, step, on, group, messages), advice))
@@ -271,15 +271,12 @@ def _of_step_before(found: Found, step: int, names: Sequence[str], rank: int) ->
 
 def _chosen_by(found: Found, step: int, names: Sequence[str], rank: int) -> str:
     """By which operation a reduction takes each element from one of the ranks; empty if by none."""
-    mine, expected = _held(found, step, names, rank), found.unions[step]
+    mine, brought = _held(found, step, names, rank), found.unions[step].brought
     zeros = {name: torch.zeros_like(one) for name, one in mine.items()}
-    of_ranks: dict[int, Tensor] = {}
-    for (of, _), brought in expected.brought.items():
-        of_ranks[of] = of_ranks.get(of, torch.zeros(())) + flat(zeros | brought, names)
-    every, ours = torch.stack(list(of_ranks.values())), flat(mine, names)
+    of = [[flat(zeros | one, names) for key, one in brought.items() if key[0] == owner] for owner, _ in brought]
+    every, ours = torch.stack([torch.stack(some).sum(0) for some in of]), flat(mine, names)
     chosen = {"MAX": every.amax(0), "MIN": every.amin(0)}
-    is_near = {op: (ours - one).norm() < found.band.different * one.norm() for op, one in chosen.items()}
-    return next((op for op, near in is_near.items() if near), "")
+    return next((op for op, one in chosen.items() if (ours - one).norm() < found.band.different * one.norm()), "")
 
 
 def _some_elements(found: Found, step: int, names: Sequence[str], rank: int) -> str:

@@ -55,9 +55,9 @@ class Mixture:
         return self.residual < CLOSE
 
     @property
-    def ranks(self) -> list[int]:
+    def ranks(self) -> set[int]:
         """Those that have a part in it."""
-        return sorted({rank for (rank, _), one in self.of.items() if abs(one) > CLOSE})
+        return {rank for (rank, _), one in self.of.items() if abs(one) > CLOSE}
 
     @property
     def key(self) -> tuple[float, ...]:

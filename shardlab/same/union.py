@@ -68,12 +68,11 @@ class Union:
 
     def over_rows(self, counts: Sequence[int]) -> "Union":
         """The same of a script that divides what sums over rows bring by how many all ranks have; each has these."""
-        total, num_ranks = sum(counts), len(counts)
-        brought = {(rank, micro): {name: value / counts[rank] for name, value in one.items()}
-                   for (rank, micro), one in self.brought.items()}  # fmt: skip
-        mean = self.scaled(num_ranks / total)
+        total, mean = sum(counts), self.scaled(len(counts) / sum(counts))
+        for (rank, _), one in mean.brought.items():  # each weighs as much as it has rows
+            one |= {name: value * total / len(counts) / counts[rank] for name, value in one.items()}
         weights = [count / total for count in counts]
-        return replace(mean, brought=brought, weights=weights, is_counted=len({*counts}) > 1, scale=1 / total)
+        return replace(mean, weights=weights, is_counted=len({*counts}) > 1, scale=1 / total)
 
     def share(self, rank: int, micro: int) -> float:
         """The weight of a rank's micro-batch and of those with the same rows."""

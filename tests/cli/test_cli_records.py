@@ -171,8 +171,7 @@ print('torch' in sys.modules)"""
 
 def test_a_link_that_changes_nothing_is_told_with_why(finished):
     done = shardlab("what-if", finished, "--strategy", "zero1", "--link", "1000Gbps,1us")
-    said = " ".join(done.stdout.split())
-    assert "over that link no rank would wait longer for messages, which take no less than as recorded" in said
+    assert "messages over that link take no longer than recorded, or are hidden" in " ".join(done.stdout.split())
 
 
 def test_diff_of_the_same_is_nothing(finished):
