@@ -272,7 +272,7 @@ def _clipped_by_hand(gradient: Gradient, every: Gradient, own: Sequence[Step]) -
     largest = [norm for norm, one in zip(norms, own, strict=True) if one.scale < 1]
     is_clip = all(one.scale <= 1 and not one.clipped for one in own)
     if not is_clip or not isclose(min(largest), max(largest), rel_tol=1e-4):
-        why = "between backward and step one process changes gradients unlike on the rows of each rank, times "
+        why = "between backward and step one process changes gradients unlike on the rows of each rank, about times "
         why += f"{', '.join(f'{one.scale:.4g}' for one in own)}: neither by one number, by one over the rows of a sum, "
         raise UnlikeError(f"{why}nor to a largest norm, so that what it would step on all rows is not known")
     norm = hypot(*map(_norm, every.values()))
