@@ -100,6 +100,8 @@ def trace(
             f"Wrote {count(len(paths), 'file')}: TraceAnalysis(trace_dir={str(output)!r}) reads them. "
             "They hold the steps that 'hidden' is of: neither the first nor the traced one, unless there are no others."
         )
+    elif not output.name.endswith((".json", ".json.gz")):
+        raise ValueError(f"output: {output} is given; name a file that ends with .json or .json.gz")
     else:
         path = write_perfetto(records, output)
         typer.echo(f"Wrote {path} ({path.stat().st_size / 1e6:.1f} MB): open it in https://ui.perfetto.dev")

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,7 +126,9 @@ def what_if(
         say_json({**asdict(found), "gain": found.gain, "is_reproduced": found.is_reproduced})
         return
     said = ", ".join(f"{name} {value}" for name, value in changes.items())
+    is_same = link is not None and isclose(found.changed, found.replayed, rel_tol=1e-3)
+    same = "; messages over that link take no longer than recorded, or are hidden"
     cores, devices = num_cores(), comparison.records.manifests[strategy]["devices"]
     if {*devices} == {"cpu"} and (ranks or 0) > max(cores, config.ranks):
         said += f" (as if each rank had a core; here are {cores})"
-    say(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}")]))
+    say(answer_table([("WHAT IF", f"{strategy} with {said}: {found.sentence()}{same * is_same}")]))

@@ -226,7 +226,7 @@ def in_order(events: Iterable[Event]) -> list[Event]:
 
 
 def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
-    """Write a trace, compressed if the name ends with ``.gz``, and return its path.
+    """Write a trace, compressed if the name ends with ``.gz``, make its directory, and return its path.
 
     Raises:
         ValueError: the file cannot be written.
@@ -235,6 +235,7 @@ def write_json(trace: Mapping[str, Any], path: Path | str) -> Path:
     # NaN and Infinity are not JSON: viewers could not read the file.
     text = json.dumps(trace, separators=(",", ": "), allow_nan=False).encode()
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
     except OSError as error:
         raise ValueError(f"output: {path} cannot be written: {error.strerror}") from error

@@ -43,14 +43,14 @@ COLUMNS = {
     "unwatched_recorder_share": ("unwatched (%)", 0.01),
 }
 CAPTION = (
-    "Times are medians over steps and ranks, without the first step; exposed and hidden refer to communication. What "
-    "is sent, exposed or hidden is known of watched steps: {watched}. Bytes are maxima over ranks, at rest; the peak "
-    "is the highest of the traced steps; unattributed are tensors that belong to no module that trains and to no "
-    "optimizer. The loss is what the script called backward on, the mean over ranks. Recording is the time that rank 0 "
-    "spent in the recorder's own code, by its own clock, in percent of the steps' time, without the first step and "
-    "traced ones. All memory is read after a step (0, 1, 64, 256 and so on), which counts as recording and is in no "
-    "step's time: after a few short steps the number may be above 100. Unwatched is the same of the steps that are not "
-    "watched, which are most of a long run. 1 MB is 1,000,000 bytes."
+    "Times are medians over steps, of each step's median over ranks, without the first step; exposed and hidden refer "
+    "to communication. What is sent, exposed or hidden is known of watched steps: {watched}. Bytes are maxima over "
+    "ranks, at rest; the peak is the highest of the traced steps; unattributed are tensors that belong to no module "
+    "that trains and to no optimizer. The loss is what the script called backward on, the mean over ranks. Recording "
+    "is the time that rank 0 spent in the recorder's own code, by its own clock, in percent of the steps' time, "
+    "without the first step and traced ones. All memory is read after a step (0, 1, 64, 256 and so on), which counts "
+    "as recording and is in no step's time: after a few short steps the number may be above 100. Unwatched is the same "
+    "of the steps that are not watched, which are most of a long run. 1 MB is 1,000,000 bytes."
 )
 
 

@@ -272,7 +272,8 @@ def _notes(found: Found, ranks: Sequence[Notes], alone: Sequence[Notes], divided
     gathers = found.is_together and all(one.op == "all_gather" for one in sent)
     lines = ", ".join(dict.fromkeys(short(one.line) for one in sent))
     added = "the loss is a sum over rows, "
-    is_mean_of_sums = not found.by_sum and any(one.is_summed for one in found.unions)
+    is_mean_of_sums = any(one.is_summed for one in found.unions)
+    is_mean_of_sums &= not (found.by_sum or found.unknown or found.different)
     unseen, uneven = not all(one.is_known for one in found.unions), any(one.uneven for one in found.unions)
     repeated = [] if divided else _repeated(ranks)
     told = {

@@ -8,7 +8,7 @@ from math import hypot, isclose
 import torch
 from torch import Tensor
 
-from shardlab.same.coefficients import CLOSE, Mixture, listed, meaning, mixture
+from shardlab.same.coefficients import CLOSE, Mixture, flat, listed, meaning, mixture
 from shardlab.same.compare import REDUCES, Found, Row
 from shardlab.same.notes import Message, Notes, Step
 from shardlab.same.union import Gradient
@@ -150,6 +150,15 @@ def _of_gradients(found: Found, ranks: Sequence[Notes], rows: Sequence[Row]) -> 
             reason = f"what the step before brought is still in them, {times:.3g} times"
             where = _where(ranks, step, on, names, messages)
             return [(reason, where, "clear what gradients are added up in, after each step")]
+        elif not mixed.explains and (op := _chosen_by(found, step, group, on)):
+            reason = f"each element is one rank's, chosen by ReduceOp.{op}, and not the sum of all ranks'"
+            where = _where(ranks, step, on, names, messages)
+            return [(reason, where, "reduce by ReduceOp.SUM, and divide by the number of ranks")]
+        elif not mixed.explains:
+            reason += _some_elements(found, step, group, on)
+        elif len(mixed.ranks) == 1 < len({*expected.twins}) and _agree({one: found.ours[step][one] for one in group}):
+            reason = f"all ranks step the gradient of rank {listed([*mixed.ranks])}: the rows of the others are missing"
+            advice = "call all_reduce in place of what sends it, and divide by the number of ranks"
         only = "" if len(group) == len(names) else f" ({_some(group)})"
         said.append((reason + only, _where(ranks, step, on, group, messages), advice))
     return said
@@ -234,8 +243,7 @@ def _own_norm(noted: Sequence[Step], expected: Gradient) -> float:
 
 def _grouped(found: Found, step: int, names: Sequence[str], rank: int) -> Iterator[tuple[list[str], Mixture]]:
     """Parameters whose gradients are made alike: together if one mixture explains all, else each by its own."""
-    known, expected = found.ours[step], found.unions[step]
-    ours = {name: view for name in names if name in known and (view := known[name][rank]) is not None}
+    ours, expected = _held(found, step, names, rank), found.unions[step]
     if ours:
         groups: dict[tuple[float, ...], list[str]] = {(): list(ours)}
         if len(ours) > 1 and not mixture(ours, expected, list(ours)).explains:
@@ -259,6 +267,30 @@ def _of_step_before(found: Found, step: int, names: Sequence[str], rank: int) ->
     away = torch.cat([(view - right).reshape(-1) for view, right in views[1] if view is not None])
     times = float(before @ away / before.square().sum().clamp(min=1e-300))
     return times if float((away - times * before).norm()) < CLOSE * float(away.norm()) else 0.0
+
+
+def _chosen_by(found: Found, step: int, names: Sequence[str], rank: int) -> str:
+    """By which operation a reduction takes each element from one of the ranks; empty if by none."""
+    mine, brought = _held(found, step, names, rank), found.unions[step].brought
+    zeros = {name: torch.zeros_like(one) for name, one in mine.items()}
+    of = [[flat(zeros | one, names) for key, one in brought.items() if key[0] == owner] for owner, _ in brought]
+    every, ours = torch.stack([torch.stack(some).sum(0) for some in of]), flat(mine, names)
+    chosen = {"MAX": every.amax(0), "MIN": every.amin(0)}
+    return next((op for op, one in chosen.items() if (ours - one).norm() < found.band.different * one.norm()), "")
+
+
+def _some_elements(found: Found, step: int, names: Sequence[str], rank: int) -> str:
+    """How many elements differ, where they are the lesser part."""
+    mine = _held(found, step, names, rank)
+    right = flat({name: torch.zeros_like(one) for name, one in mine.items()} | found.unions[step].gradient, names)
+    away = (flat(mine, names) - right).abs()
+    number = int((away > found.band.different * right.abs().max()).sum())
+    return f"; {number} of {len(away)} elements differ" if 0 < number < len(away) / 2 else ""
+
+
+def _held(found: Found, step: int, names: Sequence[str], rank: int) -> Gradient:
+    """What a rank has of these."""
+    return {name: view for name in names if (view := found.ours[step].get(name, [None] * (rank + 1))[rank]) is not None}
 
 
 def _where(ranks: Sequence[Notes], step: int, rank: int, names: Sequence[str], messages: Sequence[Message]) -> str:

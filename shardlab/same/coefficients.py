@@ -55,6 +55,11 @@ class Mixture:
         return self.residual < CLOSE
 
     @property
+    def ranks(self) -> set[int]:
+        """Those that have a part in it."""
+        return {rank for (rank, _), one in self.of.items() if abs(one) > CLOSE}
+
+    @property
     def key(self) -> tuple[float, ...]:
         """Rounded, to group parameters."""
         return tuple(round(one, 1) for one in self.of.values())
@@ -138,15 +143,17 @@ def meaning(
         if near(common, num_ranks) and near(expected.loss_times, num_ranks):
             words = f"times {common:.4g}: each loss is {common:.4g} times that of one process on the same rows"
             return words, "multiply losses by no number of ranks, or divide gradients by it once more"
-        return _factor_said(common, num_ranks, expected.micro_batches, sizes)
+        words, advice = _factor_said(common, num_ranks, expected.micro_batches, sizes)
+        scaled = f" (in one process gradients are multiplied by {expected.scale:.4g} after backward, too)"
+        return words + (scaled if expected.scale != 1 else ""), advice
     if not mixed.is_unique:
         words = "the ranks' gradients are too alike to be told apart: ranks have the same rows, or rows that differ"
         return f"{words} little", "give each rank rows of its own"
     others = [key for key in mixed.of if key[0] != twin]
     if mixed.all_near(0.0, others) and (kept := mixed.common(mixed.of.keys() - others)) is not None:
         scaled = "undivided" if near(kept, num_unlike) else f"times {kept / num_unlike:.3g}"
-        advice = "reduce these gradients over the ranks before the step: the last backward outside no_sync(), and the "
-        advice += "wrapped model called, not the module inside"
+        advice = "reduce these gradients over the ranks before the step; where a wrapper does (DDP, FSDP), the last "
+        advice += "backward outside no_sync(), and the wrapped model called, not the module inside"
         return f"not reduced: rank {rank} steps the gradient of its own rows alone, {scaled}", advice
     return _micro_batches_said(mixed, twin, num_unlike) or _ranks_said(mixed, num_ranks)
 

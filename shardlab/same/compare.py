@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import hypot, inf, isclose, nan, sqrt
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ BANDS = {
     "float64": Band(1e-9, 1e-7), "float32": Band(2e-4, 2e-3), "float16": Band(0.0, 0.05), "bfloat16": Band(0.0, 0.15),
 }  # fmt: skip
 REDUCES = ("all_reduce", "reduce_scatter")
+CLOSE = 1e-3  # of one number that is all in which gradients differ
 FLOOR = 1e-3  # of the mean size of all gradients: one that is nothing beside the others is all rounding
 
 
@@ -82,10 +84,14 @@ class Found:
     is_together: bool = False
     clips_by_hand: bool = False
 
+    def differ(self, rows: Sequence[Row]) -> list[Row]:
+        """Those by more than rounding."""
+        return [row for row in rows if not row.relative <= self.band.different]
+
     @property
     def different(self) -> list[Row]:
         """Rows that differ, of the first step that has some, of what is compared first there."""
-        ill = [row for row in self.rows if not row.relative <= self.band.different]
+        ill = self.differ(self.rows)
         first = min(((row.step, WHAT.index(row.what)) for row in ill), default=None)
         return [row for row in ill if (row.step, WHAT.index(row.what)) == first]
 
@@ -134,8 +140,14 @@ def among(ranks: Sequence[Notes]) -> Found:
 
 def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequence[Step], expected: Union) -> None:
     scales = [one.scale for one in own]
-    is_common = isclose(min(scales), max(scales), rel_tol=1e-5 if found.band.same else 1e-2)
-    if is_common and scales[0] != 1.0:
+    near = partial(isclose, rel_tol=1e-5 if found.band.same else 1e-2)
+    is_common = near(min(scales), max(scales))
+    counts = [sum(one.number for backward in step.backwards for one in backward.counted) for step in own]
+    is_divided = expected.is_summed and any(scale != 1.0 for scale in scales)
+    mean = expected.over_rows(counts) if is_divided else expected
+    if is_divided and all(near(scale * count, 1.0) for scale, count in zip(scales, counts, strict=True)):
+        expected, is_common = mean, True
+    elif is_common and scales[0] != 1.0:
         expected = expected.scaled(scales[0])
     found.unions.append(expected)
     first, num_ranks = wholes([one.weights for one in steps]), len(steps)
@@ -158,6 +170,15 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
         found.by_sum = True
         wanted = {name: value * num_ranks for name, value in wanted.items()}
         rows = list(_rows(number, "gradient", ours, wanted, num_ranks))
+    elif is_divided and is_common and mean is not expected and found.differ(rows):
+        wanted = {name: value for name, value in mean.gradient.items() if name in names}
+        by_rows = list(_rows(number, "gradient", ours, wanted, num_ranks))
+        if len(found.differ(by_rows)) < len(found.differ(rows)):
+            found.unions[-1], expected, rows = mean, mean, by_rows
+        elif all(row.cosine > 1 - CLOSE and isclose(row.ratio, rows[0].ratio, rel_tol=CLOSE) for row in rows):
+            why = f"after backward one process divides gradients of a sum over rows by {1 / scales[0]:.4g}, and its "
+            why += f"loss is of {', '.join(map(str, counts))} rows, by rank: whether it counts others is not known; "
+            raise UnlikeError(f"{why}take rows from a DataLoader, whose batches it is given as the ranks had them")
     found.rows += rows
     found.rows += _norms(number, steps, expected.gradient, num_ranks if found.by_sum else 1)
     after = wholes([one.after for one in steps])
@@ -251,7 +272,8 @@ def _clipped_by_hand(gradient: Gradient, every: Gradient, own: Sequence[Step]) -
     largest = [norm for norm, one in zip(norms, own, strict=True) if one.scale < 1]
     is_clip = all(one.scale <= 1 and not one.clipped for one in own)
     if not is_clip or not isclose(min(largest), max(largest), rel_tol=1e-4):
-        why = "between backward and step the script changes gradients otherwise than by one number or to a largest "
-        raise UnlikeError(f"{why}norm, so that what one process would step on all rows is not known")
+        why = "between backward and step one process changes gradients unlike on the rows of each rank, about times "
+        why += f"{', '.join(f'{one.scale:.4g}' for one in own)}: neither by one number, by one over the rows of a sum, "
+        raise UnlikeError(f"{why}nor to a largest norm, so that what it would step on all rows is not known")
     norm = hypot(*map(_norm, every.values()))
     return {name: value * min(1.0, largest[0] / norm) for name, value in gradient.items()}

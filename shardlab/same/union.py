@@ -37,6 +37,7 @@ class Union:
         is_undivided: whether one process takes the micro-batches of all ranks, and adds up means that nothing divides.
         loss_times: what each loss of the ranks is of one process's on the same rows, where all are alike; else 1.
         by_micro: of rank and micro-batch, where each micro-batch weighs as much of all ranks' rows as it has of them.
+        scale: by what the script multiplies gradients after backward in one process.
     """
 
     gradient: Gradient
@@ -51,6 +52,7 @@ class Union:
     is_undivided: bool = False
     loss_times: float = 1.0
     by_micro: dict[tuple[int, int], float] = field(default_factory=dict)
+    scale: float = 1.0
 
     def weight(self, rank: int, micro: int) -> float:
         """What a micro-batch of a rank counts."""
@@ -62,7 +64,15 @@ class Union:
             {name: value * by for name, value in one.items()} for one in (self.gradient, *self.brought.values())
         )
         known = dict(zip(self.brought, brought, strict=True))
-        return replace(self, gradient=gradient, brought=known, is_summed=False, is_undivided=False)
+        return replace(self, gradient=gradient, brought=known, is_summed=False, is_undivided=False, scale=by)
+
+    def over_rows(self, counts: Sequence[int]) -> "Union":
+        """The same of a script that divides what sums over rows bring by how many all ranks have; each has these."""
+        total, mean = sum(counts), self.scaled(len(counts) / sum(counts))
+        for (rank, _), one in mean.brought.items():  # each weighs as much as it has rows
+            one |= {name: value * total / len(counts) / counts[rank] for name, value in one.items()}
+        weights = [count / total for count in counts]
+        return replace(mean, weights=weights, is_counted=len({*counts}) > 1, scale=1 / total)
 
     def share(self, rank: int, micro: int) -> float:
         """The weight of a rank's micro-batch and of those with the same rows."""
@@ -149,7 +159,8 @@ def _of_all_ranks(
 
 
 def _several(steps: Sequence[Step]) -> bool:
-    return all(one.number > 1 for step in steps for backward in step.backwards for one in backward.counted)
+    """Whether they are of more than a row each: else a sum is a mean."""
+    return any(one.number > 1 for step in steps for backward in step.backwards for one in backward.counted)
 
 
 def _gradient(parts: Sequence[Part]) -> Gradient:

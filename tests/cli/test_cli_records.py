@@ -169,6 +169,11 @@ print('torch' in sys.modules)"""
     assert "--strategies" in done.stdout
 
 
+def test_a_link_that_changes_nothing_is_told_with_why(finished):
+    done = shardlab("what-if", finished, "--strategy", "zero1", "--link", "1000Gbps,1us")
+    assert "messages over that link take no longer than recorded, or are hidden" in " ".join(done.stdout.split())
+
+
 def test_diff_of_the_same_is_nothing(finished):
     done = shardlab("diff", finished, finished)
     assert done.exit_code == 0
@@ -302,6 +307,7 @@ def test_a_trace_of_what_is_refused(finished, tmp_path):
         ((), "name one of bucketed, single, zero1"),
         (("--strategy", "zero9"), "'zero9' is not one of bucketed, single, zero1"),
         (("--strategy", "zero1", "--format", "excel"), "'excel' is not one of 'perfetto', 'hta'"),
+        (("--strategy", "zero1"), "name a file that ends with .json or .json.gz"),
         (("--strategy", "zero1", "--format", "hta"), "must be a new or an empty directory"),
     ):
         done = CliRunner().invoke(app, ["trace", str(finished), "-o", str(tmp_path / "there"), *options])

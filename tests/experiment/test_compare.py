@@ -354,6 +354,18 @@ def test_one_loss_that_is_not_finite_is_enough(comparison):
 
 
 @once
+def test_exposed_time_is_of_steps_as_their_length_is(comparison):
+    _, result, _ = comparison
+    steps = result.records.steps
+    steps = steps.assign(exposed_comm_us=(10.0 * steps["step"] ** 2).where(steps["rank"] == 1, 1.0 * steps["step"]))
+    rows = {row["strategy"]: row for row in summarise(replace(result.records, steps=steps), "float32")}
+    timed = timed_steps(steps[steps["run"] == "ddp"])
+    by_step = timed.groupby("step")["exposed_comm_us"].median()
+    assert rows["ddp"]["exposed_comm_ms"] == pytest.approx(by_step.median() / 1e3)
+    assert timed["exposed_comm_us"].median() < by_step.median()
+
+
+@once
 def test_losses_are_judged_by_the_coarsest_parameters(comparison):
     _, result, _ = comparison
     steps = result.records.steps.copy()

@@ -71,10 +71,11 @@ def test_a_real_run_is_valid_and_whole(comparison, strategy):
 
 
 def test_files_are_written_plain_or_compressed(tmp_path):
-    plain, packed = (write_perfetto(hand_made(), tmp_path / name) for name in ("trace.json", "trace.json.gz"))
+    names = ("trace.json", "made/here/trace.json.gz")
+    plain, packed = (write_perfetto(hand_made(), tmp_path / name) for name in names)
     assert json.loads(plain.read_text()) == json.loads(gzip.decompress(packed.read_bytes()))
     with pytest.raises(ValueError, match=r"output: .* cannot be written"):
-        write_perfetto(hand_made(), tmp_path / "nowhere" / "trace.json")
+        write_perfetto(hand_made(), plain / "trace.json")
 
 
 def test_what_cannot_be_drawn_is_refused():

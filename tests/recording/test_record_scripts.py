@@ -364,6 +364,7 @@ def test_report_and_diff_read_it(recorded):
     assert "Losses were not compared" in done.stdout
     rows = json.loads(shardlab("diff", directory, directory, "--json").stdout)
     assert {row["difference"] for row in rows} <= {0.0, None}
+    assert {row["quantity"] for row in rows} >= {"buffer_bytes", "unattributed_bytes", "unwatched_recorder_share"}
     refused = shardlab("what-if", directory, "--strategy", "run", "--link", "10Gbps,50us")
     assert refused.exit_code
     assert "is the record of a script" in refused.output

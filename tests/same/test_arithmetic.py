@@ -299,9 +299,27 @@ def test_what_a_script_multiplies_all_gradients_by_after_backward_is_no_differen
     assert answer(ranks, alone).word == "SAME"
     for mine in ranks:
         mine.steps[0].stepped = mine.steps[0].gradients = [part([0.5] * 4)]
-    assert "times 2: added over 2 ranks and not divided" in str(answer(ranks, alone))
+    said = str(answer(ranks, alone))
+    assert "times 2: added over 2 ranks and not divided" in said
+    assert "(in one process gradients are multiplied by 0.5 after backward, too)" in said
     alone[0].steps[0].scale = 2.0
-    assert "otherwise than by one number or to a largest norm" in str(answer(ranks, alone))
+    assert "times 2, 0.5: neither by one number, by one over the rows of a sum, nor" in str(answer(ranks, alone))
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"),
+    [
+        ([1.0, 2, 3, 5], "chosen by ReduceOp.MAX"),
+        ([-4.0, 1, 2, 1], "chosen by ReduceOp.MIN"),
+        ([1.0, 1, 3, 5], "all ranks step the gradient of rank 0: the rows of the others are missing"),
+        ([-1.5, 1.5, 2.5, 1], "changed one by one; 1 of 4 elements differ"),
+    ],
+)
+def test_what_all_ranks_step_and_is_no_mean_of_theirs_is_named(ours, said):
+    alone, ranks = ([noted([row]) for row in ([1.0, 1, 3, 5], [-4.0, 2, 2, 1])] for _ in range(2))
+    for one in ranks:
+        one.steps[0].stepped = one.steps[0].gradients = [part(ours)]
+    assert said in str(answer(ranks, alone))
 
 
 def test_a_reduce_to_one_rank_is_named():

@@ -248,6 +248,46 @@ def test_a_count_that_one_process_makes_of_other_rows_makes_no_right_script_diff
     assert "in step 1 the loss of rank 1 is 0.8 times" in str(said)
 
 
+SUM_OVER_ROWS = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mine = torch.randn(19, 4)[rank::world]
+rows = {rows}
+for x in rows:
+    torch.nn.functional.mse_loss(model(x), x[:, :2], reduction="sum").backward()
+    count = torch.tensor(2.0 * len(x))
+    {count}
+    for param in model.parameters():
+        {send}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SLICES, LOADER = "mine.split(4)", "torch.utils.data.DataLoader(mine, batch_size=4)"
+OVER_RANKS, BY_ALL = "dist.all_reduce(count)", "dist.all_reduce(param.grad); param.grad /= count"
+
+
+@pytest.mark.parametrize(
+    ("rows", "count", "send", "said"),
+    [
+        (SLICES, OVER_RANKS, BY_ALL, "SAME"),
+        (LOADER, OVER_RANKS, BY_ALL, "SAME"),
+        (SLICES, OVER_RANKS, f"{BY_ALL} * world", "divided by the 2 ranks twice"),
+        (LOADER, "", f"param.grad /= count * world; {BY_ALL.partition(';')[0]}", "a mean of means"),
+        (SLICES, "", BY_ALL.replace("count", "32"), "divides gradients of a sum over rows by 32, and its loss is of 8"),
+    ],
+)
+def test_rows_of_a_sum_may_be_counted_over_ranks_after_backward(tmp_path, rows, count, send, said):
+    """In the last step ranks have unlike numbers; of slices one process then counts more than these."""
+    (tmp_path / "train.py").write_text(SUM_OVER_ROWS.format(rows=rows, count=count, send=send))
+    told = str(judged(Job(tmp_path / "train.py"), 60))
+    assert said in told
+    assert "NOTE" not in told
+
+
 HAND_DIVIDED = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")

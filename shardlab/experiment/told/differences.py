@@ -9,21 +9,21 @@ import pandas as pd
 from shardlab.experiment.config import CompareConfig
 from shardlab.experiment.told.losses import others_than
 from shardlab.experiment.told.saved_runs import Comparison
-from shardlab.experiment.told.summary import COLUMNS, MOVED, judged, losses_of, not_finite, tolerance_of_run
+from shardlab.experiment.told.summary import COLUMNS, MB, MOVED, judged, losses_of, not_finite, tolerance_of_run
 
 Saved = tuple[Comparison, CompareConfig]
 Pair = tuple[str, str]
 WITHOUT_EFFECT = {"strategies", "timeout_s"}  # fields that change no number of a strategy
 QUANTITIES = (
     "step_ms", "exposed_comm_ms", "overlap", "peak_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes",
-    "offloaded_bytes", "other_bytes", "unattributed_bytes", "padding_bytes", "wire_bytes_per_step", MOVED,
-    "recorder_share", "loss_first", "loss_last",
+    "offloaded_bytes", "buffer_bytes", "other_bytes", "unattributed_bytes", "padding_bytes",
+    "wire_bytes_per_step", MOVED, "recorder_share", "unwatched_recorder_share", "loss_first", "loss_last",
 )  # fmt: skip
 # Header and divisor of each; a summary shows the first ones too.
 HEADERS = COLUMNS | {
-    "loss_first": ("first loss", 1), "other_bytes": ("other (kB)", 1e3),
+    "loss_first": ("first loss", 1), "buffer_bytes": ("buckets (MB)", MB), "other_bytes": ("other (kB)", 1e3),
     "unattributed_bytes": ("unattributed (kB)", 1e3), "padding_bytes": ("padding (kB)", 1e3),
-    "recorder_share": ("recording (%)", 0.01),
+    "recorder_share": ("recording (%)", 0.01), "unwatched_recorder_share": ("unwatched (%)", 0.01),
 }  # fmt: skip
 
 

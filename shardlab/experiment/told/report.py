@@ -98,9 +98,9 @@ def _chosen(config: CompareConfig) -> str:
 
 def _tables(comparison: Comparison) -> dict[str, pd.DataFrame]:
     caption = (
-        f"Times are medians over steps and ranks, {_which(comparison.records.steps)}; exposed and hidden refer to "
-        "communication. Bytes are maxima over ranks, at rest; the peak is the highest of the traced steps. 1 MB is "
-        "1,000,000 bytes."
+        f"Times are medians over steps, of each step's median over ranks, {_which(comparison.records.steps)}; exposed "
+        "and hidden refer to communication. Bytes are maxima over ranks, at rest; the peak is the highest of the "
+        "traced steps. 1 MB is 1,000,000 bytes."
     )
     tables = {caption: readable_summary(comparison.summary)}
     planned = comparison.summary.dropna(subset="as_planned")

@@ -61,10 +61,11 @@ PLANNED = {
 def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     """The rows of ``summary.json``.
 
-    Times are medians over steps and ranks, without the first step and memory-traced steps if others remain; ``overlap``
-    is the median over ranks of ``analysis.overlap.hidden_share``, over the same steps. Bytes are maxima over ranks, at
-    rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment of the traced steps (on
-    CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as ``held_bytes.peaks_of_steps`` says.
+    Times are medians over steps, of each step's median over ranks, without the first step and memory-traced steps if
+    others remain; ``overlap`` is the median over ranks of ``analysis.overlap.hidden_share``, over the same steps. Bytes
+    are maxima over ranks, at rest after the last step in which they were sampled; ``peak_bytes`` is the highest moment
+    of the traced steps (on CUDA of all), with ``peak_step``, ``least_peak_bytes`` and ``unlike_step`` as
+    ``held_bytes.peaks_of_steps`` says.
     ``wire_bytes_per_step`` is what the algorithm needs the busiest rank to send in the last step that a scaler of
     gradients did not skip, without the reported loss, or the mean over all steps where these send different bytes, as
     in local SGD, which sends in some steps only;
@@ -85,7 +86,7 @@ def summarise(records: Records, dtype: str) -> list[dict[str, Any]]:
     timed = timed_steps(records.steps)
     has_none = (timed["wire_bytes"] == 0) & timed["exposed_comm_us"].isna()  # where other steps of the run send
     exposed = timed["exposed_comm_us"].mask(has_none & timed["run"].isin(averaged_runs(records)), 0.0)
-    exposed = exposed.groupby(timed["run"]).median()
+    exposed = exposed.groupby([timed["run"], timed["step"]]).median().groupby("run").median()
     sources = records.steps.groupby("run")["source"].first()
     idle = bubbles(records)
     return [
