@@ -53,7 +53,7 @@ ROOMS = {
 # else ranks do that one process does not (same 46), files and numbers that are none (cli 7, planner 5); a function that
 # had two ideas (forecast 2); hooks that are out while a schedule runs, and its line, looked for once (engines 20,
 # comm 27); an optimizer that steps in backward (engines 10), who is missing of a group (launch 9), losses that are not
-# finite and figures that leave nothing out unsaid (plots 46, analysis 7), gradients over the rows of all ranks (same 35),
+# finite and what figures leave out (plots 46, analysis 7), gradients over the rows of all ranks (same 56, export 1),
 # refusals of batches, optimizers and options without effect (experiment 15, cli 22), a slower host (forecast 23).
 WHOLE = 38_142
 
