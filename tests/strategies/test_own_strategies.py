@@ -359,6 +359,31 @@ def test_compare_takes_it_beside_ours(pools, tmp_path):
     assert set(sent["dtype"]) >= {"bfloat16"}
 
 
+class StepsInBackward(Strategy):
+    """Each parameter as soon as its mean is there, and no gradient stays."""
+
+    name = "steps_in_backward"
+
+    def grad_ready(self, param, *, sends):
+        self.comm.all_reduce(param.grad, tag="gradient").wait()
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.1 / self.num_ranks)
+        param.grad = None
+
+
+def weights_stepped_in_backward(rank):
+    model = nn.Linear(3, 1, bias=False)
+    with Mesh({"data": 2}) as mesh, Engine(model, torch.optim.SGD, mesh, StepsInBackward()) as engine:
+        before = model.weight.detach().clone()
+        engine.backward(engine(torch.full((2, 3), 1.0 + rank)).mean())
+        engine.step()
+        return (before - model.weight.detach()).flatten().tolist()
+
+
+def test_it_may_step_in_backward(pools):
+    assert pools(2).run(weights_stepped_in_backward) == [pytest.approx([0.15] * 3)] * 2
+
+
 def test_a_name_of_ours_is_refused():
     with pytest.raises(ValueError, match="a strategy of your own is named 'bucketed', as one of ours"):
         CompareConfig(strategies=("single", Bucketed()), ranks=2)

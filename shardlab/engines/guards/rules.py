@@ -25,7 +25,7 @@ class Where(Enum):
     NOT_IN_PLACE = "sharded or rounded"  # what is written into a parameter does not reach what is stepped
     ELSEWHERE = "sums of no_sync() may add up elsewhere than at the parameter"  # in more bits, or summed in part
     SPREAD = "stepped in pieces, which are gathered after the step"
-    WHOLE = "neither sharded nor rounded, on several ranks"
+    WHOLE = "neither sharded nor rounded, on several ranks, and not of the reader's own, which may step in backward"
     SHARDED = "sharded"
     SLICED = "sliced by tensor parallelism, or a stage of a pipeline"
 
@@ -176,6 +176,7 @@ def where_of(engine: Engine) -> set[Where]:
     """Which rules are for an engine."""
     strategy, is_sharded = engine.strategy, bool(engine.strategy.units)
     is_flat = strategy.steps_pieces and not is_sharded
+    is_ours = type(strategy).__module__.startswith("shardlab.")
     # Where other ranks see what was written into a piece only when a step has ended.
     is_late = any(one.is_split or isinstance(one, HostShards) for unit in strategy.units for one in unit.shards)
     holds = {
@@ -184,7 +185,7 @@ def where_of(engine: Engine) -> set[Where]:
         Where.FLAT: is_flat,
         Where.SPREAD: is_late or (is_flat and (engine.num_data_ranks > 1 or strategy.full_gathers)),
         Where.NOT_IN_PLACE: strategy.full_gathers,
-        Where.WHOLE: not strategy.full_gathers and engine.num_data_ranks > 1,
+        Where.WHOLE: not strategy.full_gathers and engine.num_data_ranks > 1 and is_ours,
         Where.ELSEWHERE: strategy.sends_in_no_sync or (strategy.full_gathers and not is_sharded),
         Where.SHARDED: is_sharded,
         Where.SLICED: MeshAxis.PIPE in engine.mesh.axes or any(one.num_ranks > 1 for one in engine.slices.values()),
