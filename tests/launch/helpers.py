@@ -1,5 +1,6 @@
 """What several tests of ranks use."""
 
+import contextlib
 import atexit
 import multiprocessing
 import os
@@ -126,8 +127,14 @@ def gone_within(processes: list[psutil.Process], seconds: float) -> bool:
     left, began, before = processes, time.monotonic(), _waited_for_cores_s()
     while left and time.monotonic() - began < seconds + min(20, _waited_for_cores_s() - before):
         _, left = psutil.wait_procs(left, timeout=0.05)
-        left = [process for process in left if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        left = [process for process in left if _runs(process)]
     return not left
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may end between both questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _waited_for_cores_s() -> float:
