@@ -1,7 +1,7 @@
 """What several tests of ranks use."""
 
-import contextlib
 import atexit
+import contextlib
 import multiprocessing
 import os
 import runpy

@@ -313,7 +313,7 @@ UNITS = {
 @pytest.mark.parametrize("name", UNITS)
 def test_ours_with_units_are_equal(name):
     make, num_ranks, models = UNITS[name]
-    assert f"equal to one process: {len(models)} models" in check_strategy(make, (num_ranks,), models)
+    assert f"equal to one process: {len(models)} model" in check_strategy(make, (num_ranks,), models)
 
 
 def test_two_axes_need_ranks_that_divide():
