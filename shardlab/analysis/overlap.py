@@ -117,12 +117,13 @@ def hidden_by_run(measures: pd.DataFrame) -> pd.DataFrame:
         measures: rows of ``overlap``.
 
     Returns:
-        By label (see ``labelled``): ``comm_us``, ``both_us``, ``exposed_us`` (medians over ranks and steps, so the
-        second and the third need not add up to the first), and ``overlap`` (the median over ranks of
-        ``hidden_by_rank``).
+        By label (see ``labelled``): ``comm_us``, ``both_us``, ``exposed_us`` (medians over steps, of each step's median
+        over ranks, so the second and the third need not add up to the first), and ``overlap`` (the median over ranks
+        of ``hidden_by_rank``).
     """
     rows = labelled(measures[measures["step"] >= 0])
-    found = rows.groupby("label", sort=False)[["comm_us", "both_us", "exposed_us"]].median()
+    by_step = rows.groupby(["label", "step"], sort=False)[["comm_us", "both_us", "exposed_us"]].median()
+    found = by_step.groupby("label", sort=False).median()
     return found.assign(overlap=labelled(hidden_by_rank(rows)).groupby("label")["overlap"].median())
 
 

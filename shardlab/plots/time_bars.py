@@ -138,8 +138,8 @@ def _parts_summary(means: pd.DataFrame) -> str:
 def overlap_bars(overlap_table: pd.DataFrame) -> go.Figure:
     """Exposed and hidden communication of each run, with the overlap in percent at the end of the bar.
 
-    The numbers are those of ``analysis.overlap.hidden_by_run``: medians over ranks and steps (without the setup, step
-    -1), and the overlap of a rank's steps together, as in a summary.
+    The numbers are those of ``analysis.overlap.hidden_by_run``: medians over steps (without the setup, step -1), of
+    each step's median over ranks, and the overlap of a rank's steps together, as in a summary.
 
     Args:
         overlap_table: the result of ``analysis.overlap``.

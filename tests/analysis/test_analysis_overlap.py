@@ -59,7 +59,7 @@ def test_the_share_of_several_steps_is_that_of_their_sums():
     work = pd.concat([spans((0, 10)), spans((100, 109), step=1), spans((0, 5), rank=1)])
     table = overlap(pd.concat([hidden, exposed]), work)
     assert hidden_by_rank(table)["overlap"].tolist() == pytest.approx([0.19, NAN], nan_ok=True)
-    assert hidden_by_run(table).loc["a", ["overlap", "exposed_us"]].tolist() == pytest.approx([0.19, 0])
+    assert hidden_by_run(table).loc["a", ["overlap", "exposed_us"]].tolist() == pytest.approx([0.19, 40.5])
     not_seen = table.assign(both_us=table["both_us"].where(table["step"] == 0))
     assert hidden_by_rank(not_seen)["overlap"].isna().all()
 
