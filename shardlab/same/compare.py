@@ -153,12 +153,7 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
     first, num_ranks = wholes([one.weights for one in steps]), len(steps)
     begins = {name: next(one for one in views if one is not None) for name, views in first.items()}
     found.rows += _rows(number, "weights before", first, begins, num_ranks)
-    ours = wholes([[part for part in one.gradients if part.name in one.names] for one in steps])
-    in_pieces = {part.name for one in steps for part in one.gradients if part.is_flat}
-    for rank, one in enumerate(steps):  # what a rank steps without a gradient counts as 0, where it steps all of it
-        for name, part in {part.name: part for part in one.weights if part.is_whole}.items():
-            if name in {*one.names} & ours.keys() - in_pieces and ours[name][rank] is None:
-                ours[name][rank] = torch.zeros(part.shape, dtype=part.value.dtype)
+    ours = _stepped_gradients(steps)
     found.ours.append(ours)
     names = {name for one in steps for name in one.names}
     wanted = {name: value for name, value in expected.gradient.items() if name in names}
@@ -181,13 +176,29 @@ def _compare_step(found: Found, number: int, steps: Sequence[Step], own: Sequenc
             raise UnlikeError(f"{why}take rows from a DataLoader, whose batches it is given as the ranks had them")
     found.rows += rows
     found.rows += _norms(number, steps, expected.gradient, num_ranks if found.by_sum else 1)
+    found.rows += _all_updates(number, steps, own, begins)
+    found.rows += _buffers(number, steps)
+
+
+def _stepped_gradients(steps: Sequence[Step]) -> Views:
+    """What a rank steps without a gradient counts as 0, where it steps all of it."""
+    ours = wholes([[part for part in one.gradients if part.name in one.names] for one in steps])
+    in_pieces = {part.name for one in steps for part in one.gradients if part.is_flat}
+    for rank, one in enumerate(steps):
+        for name, part in {part.name: part for part in one.weights if part.is_whole}.items():
+            if name in {*one.names} & ours.keys() - in_pieces and ours[name][rank] is None:
+                ours[name][rank] = torch.zeros(part.shape, dtype=part.value.dtype)
+    return ours
+
+
+def _all_updates(number: int, steps: Sequence[Step], own: Sequence[Step], begins: Gradient) -> Iterator[Row]:
+    """Of each rank beside one process that begins where it does."""
     after = wholes([one.after for one in steps])
     for rank, one in enumerate(own):
-        expected_after = wholes([one.after])
-        mine = {name: [views[rank]] for name, views in after.items() if name in expected_after}
-        rests = {name: views[0] for name, views in expected_after.items() if views[0] is not None}
-        found.rows += _updates(number, rank, mine, rests, begins)
-    found.rows += _buffers(number, steps)
+        expected = wholes([one.after])
+        mine = {name: [views[rank]] for name, views in after.items() if name in expected}
+        rests = {name: views[0] for name, views in expected.items() if views[0] is not None}
+        yield from _updates(number, rank, mine, rests, begins)
 
 
 def _rows(number: int, what: str, ours: Views, expected: Gradient, num_ranks: int) -> Iterator[Row]:
